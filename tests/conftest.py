@@ -1,0 +1,37 @@
+"""What every test may use: the tree's root, a tiny configuration, and surroundings that cannot reach out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash2_train.config import RunConfig
+from tests.cases import tiny_run_config
+
+# Before any library reads them: no downloads, no tracker, one thread a process (tests run beside each other).
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["WANDB_MODE"] = "disabled"
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The checkout's root folder."""
+    return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    """Torch's global generator starts every test in the same state, where torch is loaded at all."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture
+def tiny_config(tmp_path: Path) -> RunConfig:
+    """A whole configuration with the smallest sizes that exercise every rule; checked."""
+    return tiny_run_config(tmp_path)

@@ -1,0 +1,105 @@
+"""The typed configuration refuses what cannot be run, by key, value and rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from dflash2_train.config import ConfigError, load_config, to_plain
+
+COMPLETE: dict[str, Any] = {
+    "name": "tiny",
+    "target": {"name": "t", "license": "apache-2.0", "hidden_size": 64, "num_layers": 4, "vocab_size": 100},
+    "drafter": {
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 32,
+        "intermediate_size": 64,
+        "target_layer_ids": [0, 2],
+        "mask_token_id": 99,
+        "max_position_embeddings": 128,
+    },
+    "data": {
+        "root": "${run_dir}/data",
+        "train_prompts": [{"kind": "starter", "split": "train"}],
+        "holdout_prompts": [{"kind": "starter", "split": "holdout"}],
+        "sampling": {"max_tokens": 8},
+        "max_prompt_tokens": 64,
+    },
+    "train": {"output_dir": "${run_dir}/train", "steps": 2, "row_tokens": 64, "rows": 1},
+    "export": {"output_dir": "${run_dir}/export"},
+    "eval": {"output_dir": "${run_dir}/eval", "max_new_tokens": 4},
+}
+
+
+def composed(**changes: Any) -> Any:
+    config = OmegaConf.create(COMPLETE)
+    for key, value in changes.items():
+        OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
+    return config
+
+
+def test_a_complete_configuration_becomes_typed_objects_with_interpolations_resolved() -> None:
+    config = load_config(composed())
+    assert config.train.output_dir == "runs/tiny/train"
+    assert config.drafter.num_drafted == 7
+    assert config.drafter.resolved_layer_types() == ["full_attention"]
+    assert to_plain(config)["data"]["sampling"]["top_p"] == 0.95
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("drafter__target_layer_ids", [2, 0], "ascending"),
+        ("drafter__target_layer_ids", [0, 0], "unique"),
+        ("drafter__target_layer_ids", [0, 4], "below 4"),
+        ("drafter__target_layer_ids", [], "at least one tap"),
+        ("drafter__mask_token_id", 100, "existing row"),
+        ("drafter__block_size", 1, "anchor"),
+        ("drafter__conv_group_size", 5, "must divide"),
+        ("drafter__layer_types", ["linear"], "must be one of"),
+        ("drafter__layer_types", ["full_attention"] * 2, "entries"),
+        ("drafter__sliding_window", 64, "no layer"),
+        ("train__lr", 2.0, "(0, 1)"),
+        ("train__dtype", "float16", "must be one of"),
+        ("train__zero_stage", 0, "stage 0"),
+        ("loss__kl_kind", "reverse", "must be one of"),
+        ("loss__gamma", 0.0, "positive"),
+        ("data__backend", "tgi", "must be one of"),
+        ("data__sampling__top_p", 0.0, "(0, 1]"),
+        ("eval__num_drafted", 8, "block_size - 1"),
+        ("stage", "everything", "must be one of"),
+    ],
+)
+def test_a_broken_rule_is_refused_naming_key_value_and_rule(key: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(composed(**{key: value}))
+    text = str(caught.value)
+    assert key.replace("__", ".") in text
+    assert words in text
+
+
+def test_an_unknown_key_is_refused_by_its_full_path() -> None:
+    with pytest.raises(ConfigError, match=r"train\.lrr"):
+        load_config(composed(train__lrr=1.0))
+
+
+def test_a_wrong_type_is_refused_by_its_full_path() -> None:
+    with pytest.raises(ConfigError, match=r"train\.lr"):
+        load_config(composed(train__lr="fast"))
+
+
+def test_missing_values_are_listed_together() -> None:
+    config = OmegaConf.create(COMPLETE)
+    del config.train["steps"]
+    del config.drafter["num_heads"]
+    with pytest.raises(ConfigError, match=r"drafter\.num_heads, train\.steps"):
+        load_config(config)
+
+
+def test_a_run_without_an_experiment_says_how_to_name_one() -> None:
+    with pytest.raises(ConfigError, match=r"\+experiment="):
+        load_config(OmegaConf.create({"train": {"steps": 3}}))

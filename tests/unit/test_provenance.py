@@ -1,0 +1,48 @@
+"""Files appear whole or not at all, and a run record tells what is needed and nothing private."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dflash2_train import provenance
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "record.json"
+    provenance.atomic_write_text(path, "old")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(provenance.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        provenance.atomic_write_text(path, "new")
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_publish_makes_a_folder_visible_under_its_final_name_only(tmp_path: Path) -> None:
+    temporary, final = tmp_path / ".tmp", tmp_path / "final"
+    temporary.mkdir()
+    (temporary / "a").write_text("1")
+    provenance.publish(temporary, final)
+    assert not temporary.exists()
+    assert (final / "a").read_text() == "1"
+
+
+def test_equal_json_values_have_equal_hashes_whatever_their_key_order() -> None:
+    assert provenance.sha256_json({"a": 1, "b": [2]}) == provenance.sha256_json({"b": [2], "a": 1})
+    assert provenance.sha256_json({"a": 1}) != provenance.sha256_json({"a": 2})
+
+
+def test_a_run_record_names_the_command_without_folders_and_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    record = provenance.run_record({"x": 1}, ["/home/somebody/bin/dflash2-train", "+experiment=tiny"])
+    assert record["command"] == ["dflash2-train", "+experiment=tiny"]
+    text = json.dumps(record)
+    assert "hf_secret" not in text
+    assert "somebody" not in text
+    assert record["packages"]["torch"]

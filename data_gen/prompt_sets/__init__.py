@@ -1,0 +1,1 @@
+"""Prompts that ship with the package; read through ``importlib.resources``."""

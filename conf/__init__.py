@@ -1,0 +1,1 @@
+"""The configuration groups; a package, so that Hydra finds them inside an installation."""

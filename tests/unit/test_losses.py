@@ -1,0 +1,399 @@
+"""The fused unary loss against a plain fp64 autograd reference, and the selector's loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from dflash2_train.config import KL_KINDS
+from dflash2_train.losses import (
+    MIN_TAIL,
+    UnaryLoss,
+    candidate_logits,
+    inject_gold,
+    position_weights,
+    selector_loss,
+    unary_loss,
+)
+
+N, H, V, T, C = 11, 6, 37, 5, 4
+LOGIT_BYTES = 4
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPINGS: list[tuple[float, float | None]] = [(1.0, None), (0.5, None), (1.0, 3.0), (2.0, 5.0)]
+
+
+def problem(
+    dtype: torch.dtype = torch.float64, *, rows: int = N, hidden: int = H, vocab: int = V, scale: float = 1.0
+) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    teacher = torch.randn(rows, vocab, generator=generator, dtype=torch.float64).mul(2).log_softmax(-1).topk(T, -1)
+    weights = torch.rand(rows, generator=generator) + 0.1
+    weights[::3] = 0.0
+    return {
+        "hidden": (torch.randn(rows, hidden, generator=generator) * scale).to(dtype).requires_grad_(),
+        "head_weight": torch.randn(vocab, hidden, generator=generator).to(dtype),
+        "target_ids": torch.randint(0, vocab, (rows,), generator=generator),
+        "weights": weights,
+        "teacher_ids": teacher.indices,
+        "teacher_logprobs": teacher.values,
+    }
+
+
+def run(inputs: dict[str, Tensor], **options: Any) -> UnaryLoss:
+    settings: dict[str, Any] = {
+        "ce_weight": 1.0,
+        "kl_weight": 0.7,
+        "kl_kind": "tail_bucket",
+        "top_k": C,
+        "chunk_bytes": 3 * V * LOGIT_BYTES,
+    }
+    return unary_loss(**inputs, **{**settings, **options})
+
+
+def reference(
+    inputs: dict[str, Tensor],
+    *,
+    ce_weight: float = 1.0,
+    kl_weight: float = 0.7,
+    kl_kind: str = "tail_bucket",
+    multiplier: float = 1.0,
+    cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of hidden by autograd through full fp64 logits, those rounded as the parameters' dtype does."""
+    hidden = inputs["hidden"].detach().double().requires_grad_()
+    exact = hidden @ inputs["head_weight"].double().T
+    rounded = inputs["hidden"].detach() @ inputs["head_weight"].T
+    logits = (exact + (rounded.double() - exact).detach()) * multiplier
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    log_q = logits.log_softmax(-1)
+    cross_entropy = -log_q.gather(-1, inputs["target_ids"][:, None]).squeeze(-1)
+    log_p = inputs["teacher_logprobs"].double()
+    log_qt = log_q.gather(-1, inputs["teacher_ids"])
+    p, mass_p, mass_q = log_p.exp(), log_p.exp().sum(-1), log_qt.exp().sum(-1)
+    if kl_kind == "renormalised":
+        log_p, log_qt = log_p - mass_p.log()[:, None], log_qt - mass_q.log()[:, None]
+        p = log_p.exp()
+    divergence = (p * (log_p - log_qt)).sum(-1)
+    if kl_kind == "tail_bucket":
+        tail_p = (1 - mass_p).clamp(min=0)
+        divergence = divergence + torch.xlogy(tail_p, tail_p) - tail_p * (1 - mass_q).clamp(min=MIN_TAIL).log()
+    loss = (inputs["weights"].double() * (ce_weight * cross_entropy + kl_weight * divergence)).sum()
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    return loss.detach(), gradient
+
+
+def number(scalar: Tensor) -> float:
+    return float(scalar.detach())
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kl_kind", KL_KINDS)
+@pytest.mark.parametrize(("multiplier", "cap"), SHAPINGS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_value_and_gradient_equal_the_full_logits_reference(
+    device: str, kl_kind: str, multiplier: float, cap: float | None, dtype: torch.dtype
+) -> None:
+    inputs = problem(dtype)
+    expected, expected_gradient = reference(inputs, kl_kind=kl_kind, multiplier=multiplier, cap=cap)
+    moved = {key: value.detach().to(device) for key, value in inputs.items()}
+    moved["hidden"].requires_grad_()
+    result = run(moved, kl_kind=kl_kind, output_multiplier=multiplier, final_logit_softcapping=cap)
+    (gradient,) = torch.autograd.grad(result.loss_sum * 3.0, moved["hidden"])
+    tolerance = 1e-10 if dtype == torch.float64 else 2e-6
+    assert number(result.loss_sum) == pytest.approx(float(expected), rel=tolerance)
+    assert relative_error(gradient.cpu(), 3.0 * expected_gradient) < tolerance
+
+
+@pytest.mark.parametrize(("ce_weight", "kl_weight"), [(1.0, 0.0), (0.0, 1.0), (0.25, 2.0)])
+def test_each_term_carries_its_own_factor(ce_weight: float, kl_weight: float) -> None:
+    inputs = problem()
+    expected, expected_gradient = reference(inputs, ce_weight=ce_weight, kl_weight=kl_weight)
+    result = run(inputs, ce_weight=ce_weight, kl_weight=kl_weight)
+    (gradient,) = torch.autograd.grad(result.loss_sum, inputs["hidden"])
+    assert number(result.loss_sum) == pytest.approx(float(expected), rel=1e-10)
+    assert float(ce_weight * result.ce_sum + kl_weight * result.kl_sum) == pytest.approx(float(expected), rel=1e-10)
+    assert relative_error(gradient, expected_gradient) < 1e-10
+
+
+@pytest.mark.parametrize("cap", [None, 4.0])
+def test_the_result_does_not_depend_on_the_chunk(cap: float | None) -> None:
+    outcomes = []
+    for rows in (1, 2, 3, 100):
+        inputs = problem()
+        result = run(inputs, chunk_bytes=rows * V * LOGIT_BYTES, final_logit_softcapping=cap)
+        (gradient,) = torch.autograd.grad(result.loss_sum, inputs["hidden"])
+        outcomes.append((*(field.detach() for field in result), gradient))
+    for outcome in outcomes[1:]:
+        for found, expected in zip(outcome, outcomes[0], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_chunk_smaller_than_a_row_still_sweeps_row_by_row() -> None:
+    inputs = problem()
+    assert number(run(inputs, chunk_bytes=1).loss_sum) == pytest.approx(float(reference(inputs)[0]), rel=1e-10)
+
+
+def test_row_results_equal_their_definitions() -> None:
+    inputs = problem()
+    result = run(inputs)
+    logits = inputs["hidden"].detach() @ inputs["head_weight"].T
+    supervised = inputs["weights"] > 0
+    q = logits.softmax(-1).gather(-1, inputs["teacher_ids"])
+    expected_min = torch.minimum(q, inputs["teacher_logprobs"].exp()).sum(-1)
+    torch.testing.assert_close(result.candidate_ids[supervised], logits.topk(C).indices[supervised])
+    torch.testing.assert_close(result.log_normaliser[supervised], logits.logsumexp(-1)[supervised])
+    torch.testing.assert_close(result.sum_min_pq[supervised], expected_min[supervised])
+    assert torch.equal(result.top1_correct, (logits.argmax(-1) == inputs["target_ids"]) & supervised)
+
+
+def test_a_right_first_candidate_counts_as_correct() -> None:
+    inputs = problem()
+    inputs["target_ids"] = (inputs["hidden"].detach() @ inputs["head_weight"].T).argmax(-1)
+    assert torch.equal(run(inputs).top1_correct, inputs["weights"] > 0)
+
+
+def test_rows_without_weight_contribute_nothing_even_when_they_are_not_finite() -> None:
+    clean, broken = problem(), problem()
+    unsupervised = broken["weights"] == 0
+    with torch.no_grad():
+        broken["hidden"][unsupervised] = torch.nan
+    broken["teacher_logprobs"][unsupervised] = torch.nan
+    expected, found = run(clean), run(broken)
+    (gradient,) = torch.autograd.grad(found.loss_sum, broken["hidden"])
+    assert number(found.loss_sum) == number(expected.loss_sum)
+    assert not gradient[unsupervised].any()
+    for field in found[3:]:
+        assert not field[unsupervised].any()
+
+
+def test_a_batch_without_supervision_is_zero_and_keeps_its_graph() -> None:
+    inputs = problem()
+    inputs["weights"].zero_()
+    result = run(inputs)
+    (gradient,) = torch.autograd.grad(result.loss_sum, inputs["hidden"])
+    assert number(result.loss_sum) == 0.0
+    assert not gradient.any()
+    assert result.candidate_ids.shape == (N, C)
+
+
+def test_the_head_gets_no_gradient() -> None:
+    inputs = problem()
+    head = inputs["head_weight"].requires_grad_()
+    run(inputs).loss_sum.backward()
+    ids = torch.zeros(N, C, dtype=torch.int64)
+    candidate_logits(inputs["hidden"], head, ids).sum().backward()
+    assert head.grad is None
+    assert inputs["hidden"].grad is not None
+
+
+def test_evaluation_without_gradients_gives_the_same_numbers() -> None:
+    inputs = problem()
+    expected = run(inputs)
+    with torch.no_grad():
+        found = run(inputs)
+    assert not found.loss_sum.requires_grad
+    assert number(found.loss_sum) == number(expected.loss_sum)
+
+
+@pytest.mark.parametrize("kl_kind", KL_KINDS)
+@pytest.mark.parametrize("share", [1.0, 1.003])
+def test_a_teacher_whose_top_k_holds_all_mass_stays_finite(kl_kind: str, share: float) -> None:
+    inputs = problem(torch.float32)
+    certain = torch.full((N, T), -60.0)
+    certain[:, 0] = float(torch.tensor(share).log())
+    inputs["teacher_logprobs"] = certain
+    result = run(inputs, kl_kind=kl_kind)
+    (gradient,) = torch.autograd.grad(result.loss_sum, inputs["hidden"])
+    gold = inputs["teacher_ids"][:, 0]
+    cross_entropy = torch.nn.functional.cross_entropy(
+        inputs["hidden"].detach() @ inputs["head_weight"].T, gold, reduction="none"
+    )
+    assert torch.isfinite(gradient).all()
+    if kl_kind != "renormalised":  # KL against a certain teacher is the cross-entropy with its one token
+        assert float(result.kl_sum) == pytest.approx(float((inputs["weights"] * cross_entropy).sum()), rel=1e-5)
+    assert float(result.kl_sum) >= 0
+
+
+@pytest.mark.parametrize("kl_kind", KL_KINDS)
+def test_a_drafter_with_no_mass_outside_the_top_k_stays_finite_and_follows_the_clamp(kl_kind: str) -> None:
+    inputs = problem(torch.float64)
+    inputs["head_weight"] = torch.zeros(V, H, dtype=torch.float64)
+    inputs["head_weight"][:T, 0] = 60.0 + torch.arange(T)
+    inputs["hidden"] = torch.ones(N, H, dtype=torch.float64, requires_grad=True)
+    inputs["teacher_ids"] = torch.arange(T).repeat(N, 1)
+    expected, expected_gradient = reference(inputs, kl_kind=kl_kind)
+    result = run(inputs, kl_kind=kl_kind)
+    (gradient,) = torch.autograd.grad(result.loss_sum, inputs["hidden"])
+    assert torch.isfinite(gradient).all()
+    assert number(result.loss_sum) == pytest.approx(float(expected), rel=1e-8)
+    assert relative_error(gradient, expected_gradient) < 1e-8
+
+
+@pytest.mark.parametrize("kl_kind", KL_KINDS)
+def test_a_row_without_teacher_has_no_kl(kl_kind: str) -> None:
+    inputs = problem(torch.float32)
+    inputs["teacher_logprobs"] = torch.full((N, T), -torch.inf)
+    inputs["teacher_ids"] = torch.zeros(N, T, dtype=torch.int64)
+    result = run(inputs, kl_kind=kl_kind)
+    (gradient,) = torch.autograd.grad(result.loss_sum, inputs["hidden"])
+    _, expected_gradient = reference(problem(torch.float32), kl_weight=0.0)
+    assert float(result.kl_sum) == 0.0
+    assert not result.sum_min_pq.any()
+    assert relative_error(gradient, expected_gradient) < 2e-6
+
+
+@pytest.mark.parametrize("kl_kind", KL_KINDS)
+def test_entries_at_minus_infinity_are_not_part_of_the_top_k(kl_kind: str) -> None:
+    short, padded = problem(), problem()
+    for key in ("teacher_ids", "teacher_logprobs"):
+        short[key] = short[key][:, :2]
+    padded["teacher_ids"][:, 2:] = 0
+    padded["teacher_logprobs"][:, 2:] = -torch.inf
+    expected, found = run(short, kl_kind=kl_kind), run(padded, kl_kind=kl_kind)
+    gradients = [torch.autograd.grad(r.loss_sum, i["hidden"])[0] for r, i in ((expected, short), (found, padded))]
+    assert float(found.kl_sum) == pytest.approx(float(expected.kl_sum), rel=1e-10)
+    assert relative_error(gradients[1], gradients[0]) < 1e-10
+
+
+def test_the_tail_bucket_is_zero_with_zero_gradient_where_drafter_and_teacher_agree() -> None:
+    inputs = problem()
+    log_q = (inputs["hidden"].detach() @ inputs["head_weight"].T).log_softmax(-1).topk(T, -1)
+    inputs["teacher_ids"], inputs["teacher_logprobs"] = log_q.indices, log_q.values
+    result = run(inputs, ce_weight=0.0, kl_weight=1.0)
+    (gradient,) = torch.autograd.grad(result.loss_sum, inputs["hidden"])
+    assert abs(float(result.kl_sum)) < 1e-12
+    assert float(gradient.norm()) < 1e-12
+
+
+@pytest.mark.parametrize("kl_kind", KL_KINDS)
+@pytest.mark.parametrize("ce_weight", [0.0, 1.0])
+def test_sixteen_bit_inputs_keep_the_gradient_of_a_good_drafter_within_one_percent(
+    kl_kind: str, ce_weight: float
+) -> None:
+    vocab, hidden = 32_000, 48
+    inputs = problem(torch.bfloat16, rows=6, hidden=hidden, vocab=vocab, scale=0.6)
+    logits = (inputs["hidden"].detach() @ inputs["head_weight"].T).double()
+    noise = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    teacher = (logits + 0.05 * noise).log_softmax(-1).topk(T, -1)
+    inputs["teacher_ids"], inputs["teacher_logprobs"] = teacher.indices, teacher.values.float()
+    _, expected = reference(inputs, ce_weight=ce_weight, kl_weight=1.0, kl_kind=kl_kind)
+    result = run(inputs, ce_weight=ce_weight, kl_weight=1.0, kl_kind=kl_kind, chunk_bytes=4 * vocab * LOGIT_BYTES)
+    (gradient,) = torch.autograd.grad(result.loss_sum, inputs["hidden"])
+    assert gradient.dtype == torch.bfloat16
+    assert relative_error(gradient, expected) < 0.01
+
+
+def test_no_allocation_reaches_the_size_of_all_logits() -> None:
+    rows, vocab, chunk = 64, 4096, 4
+    inputs = problem(torch.float32, rows=rows, vocab=vocab)
+    inputs["weights"] = torch.ones(rows)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run(inputs, chunk_bytes=chunk * vocab * LOGIT_BYTES).loss_sum.backward()
+    largest = max(event.cpu_memory_usage for event in recorded.events())
+    assert chunk * vocab * LOGIT_BYTES <= largest < 2 * chunk * vocab * LOGIT_BYTES
+
+
+@pytest.mark.parametrize("broken", ["target_ids", "weights", "teacher_ids", "teacher_logprobs", "head_weight"])
+def test_an_input_with_one_axis_too_many_is_refused(broken: str) -> None:
+    inputs = problem()
+    inputs[broken] = inputs[broken].unsqueeze(-1)
+    with pytest.raises(ValueError, match=broken):
+        run(inputs)
+
+
+def test_a_head_in_another_dtype_is_refused() -> None:
+    inputs = problem(torch.float32)
+    inputs["head_weight"] = inputs["head_weight"].bfloat16()
+    with pytest.raises(TypeError, match="bfloat16"):
+        run(inputs)
+
+
+def test_an_unknown_kl_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="kl_kind='full'"):
+        run(problem(), kl_kind="full")
+
+
+def test_position_weights_decay_from_one() -> None:
+    expected = torch.tensor([1.0, 0.857, 0.735, 0.630, 0.540, 0.463, 0.397])
+    torch.testing.assert_close(position_weights(7, 6.5), expected, rtol=0, atol=6e-4)
+
+
+@pytest.mark.parametrize(("multiplier", "cap"), SHAPINGS)
+@pytest.mark.parametrize("gathered", [1, C * H * 3, 1 << 20])
+def test_candidate_logits_equal_gathered_full_logits(
+    multiplier: float, cap: float | None, gathered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash2_train.losses._GATHERED_ELEMENTS", gathered)
+    inputs = problem()
+    hidden, head = inputs["hidden"], inputs["head_weight"]
+    ids = torch.randint(0, V, (N, C), generator=torch.Generator().manual_seed(2))
+    full = hidden @ head.T * multiplier
+    if cap is not None:
+        full = cap * torch.tanh(full / cap)
+    expected = full.gather(-1, ids)
+    found = candidate_logits(hidden, head, ids, output_multiplier=multiplier, final_logit_softcapping=cap)
+    factors = torch.arange(N * C, dtype=torch.float64).view(N, C).sin()
+    (expected_gradient,) = torch.autograd.grad((expected * factors).sum(), hidden)
+    (gradient,) = torch.autograd.grad((found * factors).sum(), hidden)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
+def test_candidate_logits_of_sixteen_bit_states_come_in_single_precision() -> None:
+    inputs = problem(torch.bfloat16)
+    found = candidate_logits(inputs["hidden"], inputs["head_weight"], torch.zeros(N, C, dtype=torch.int64))
+    (gradient,) = torch.autograd.grad(found.sum(), inputs["hidden"])
+    assert found.dtype == torch.float32
+    assert gradient.dtype == torch.bfloat16
+
+
+def test_injection_replaces_only_the_last_candidate_and_only_on_a_miss() -> None:
+    candidates = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    injected = inject_gold(candidates, torch.tensor([2, 9]))
+    assert injected.tolist() == [[1, 2, 3], [4, 5, 9]]
+    assert candidates.tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_selector_loss_masks_misses_and_unsupervised_rows() -> None:
+    scores = torch.tensor([[0.5, 1.0, -1.0], [2.0, 0.0, 1.0], [0.1, 0.2, 0.3]], requires_grad=True)
+    candidates = torch.tensor([[7, 8, 9], [7, 8, 9], [7, 8, 9]])
+    loss, hits = selector_loss(scores, candidates, torch.tensor([8, 1, 9]), torch.tensor([0.5, 1.0, 0.0]), "mask")
+    expected = 0.5 * torch.nn.functional.cross_entropy(scores[:1], torch.tensor([1]))
+    (gradient,) = torch.autograd.grad(loss, scores)
+    assert number(loss) == pytest.approx(number(expected))
+    assert hits.tolist() == [True, False, False]
+    assert gradient[0].any() and not gradient[1:].any()
+
+
+def test_selector_loss_without_hits_is_zero_and_keeps_its_graph() -> None:
+    scores = torch.full((2, 3), torch.nan, requires_grad=True)
+    loss, hits = selector_loss(scores, torch.ones(2, 3, dtype=torch.int64), torch.tensor([5, 6]), torch.ones(2), "mask")
+    (gradient,) = torch.autograd.grad(loss, scores)
+    assert number(loss) == 0.0
+    assert not gradient.any() and not hits.any()
+
+
+def test_injected_rows_all_count_and_a_forgotten_injection_is_refused() -> None:
+    scores, targets = torch.zeros(2, 3, requires_grad=True), torch.tensor([1, 9])
+    candidates = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    loss, hits = selector_loss(scores, inject_gold(candidates, targets), targets, torch.ones(2), "inject")
+    assert number(loss) == pytest.approx(2 * float(torch.tensor(3.0).log()))
+    assert hits.all()
+    with pytest.raises(ValueError, match="inject_gold"):
+        selector_loss(scores, candidates, targets, torch.ones(2), "inject")
+
+
+def test_selector_loss_refuses_weights_of_another_shape() -> None:
+    with pytest.raises(ValueError, match="weights"):
+        selector_loss(
+            torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2).long(), torch.ones(2, 1), "mask"
+        )

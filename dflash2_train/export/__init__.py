@@ -1,0 +1,1 @@
+"""From a trained drafter to a folder that inference servers load: writing, reading back, checking, describing."""

@@ -1,0 +1,90 @@
+"""From a checkpoint folder to the export that trainer and command share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash2_train.checkpoint import MANIFEST, WEIGHTS
+from dflash2_train.config import RunConfig, UserError
+from dflash2_train.export import run
+from dflash2_train.export.hf import load_drafter
+from dflash2_train.provenance import atomic_write_json, sha256_file
+from tests.cases import make_drafter, make_target_info
+
+
+@pytest.fixture
+def config(tiny_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    monkeypatch.setattr(run, "open_target_config", lambda _target: make_target_info(tiny_config))
+    return tiny_config
+
+
+def write_checkpoint(config: RunConfig, step: int, scale: float = 1.0) -> Path:
+    """A committed checkpoint as the trainer leaves it, without optimizer state."""
+    folder = Path(config.train.output_dir) / f"step{step:06d}"
+    folder.mkdir(parents=True)
+    state = {name: (tensor * scale).contiguous() for name, tensor in make_drafter(config).state_dict().items()}
+    save_file(state, folder / WEIGHTS)
+    files = {WEIGHTS: sha256_file(folder / WEIGHTS)}
+    atomic_write_json(folder / MANIFEST, {"step": step, "world_size": 1, "fingerprint": {}, "files": files})
+    return folder
+
+
+def test_the_newest_checkpoint_is_exported_with_its_mask_vector(config: RunConfig) -> None:
+    write_checkpoint(config, 10)
+    newest = write_checkpoint(config, 20, scale=2.0)
+    folder = run.export_checkpoint(config)
+    stored = load_file(newest / WEIGHTS)
+    loaded = load_drafter(folder, torch.bfloat16).state_dict()
+    assert set(loaded) == set(stored)
+    assert all(torch.equal(loaded[name], tensor.bfloat16()) for name, tensor in stored.items())
+
+
+def test_a_named_checkpoint_wins_over_the_newest(config: RunConfig) -> None:
+    named = write_checkpoint(config, 10)
+    write_checkpoint(config, 20, scale=2.0)
+    config.export.checkpoint = str(named)
+    folder = run.export_checkpoint(config)
+    assert torch.equal(
+        load_file(folder / "model.safetensors")["fc.weight"], load_file(named / WEIGHTS)["fc.weight"].bfloat16()
+    )
+
+
+def test_exporting_the_same_checkpoint_again_touches_nothing(config: RunConfig) -> None:
+    write_checkpoint(config, 10)
+    record = run.export_checkpoint(config) / "run.json"
+    before = record.stat().st_mtime_ns
+    assert run.export_checkpoint(config) / "run.json" == record
+    assert record.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("change", ["weights", "damage", "dtype"])
+def test_anything_that_changes_the_export_makes_it_anew(config: RunConfig, change: str) -> None:
+    write_checkpoint(config, 10)
+    folder = run.export_checkpoint(config)
+    before = (folder / "run.json").stat().st_mtime_ns
+    if change == "weights":
+        write_checkpoint(config, 20, scale=2.0)
+    elif change == "damage":
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-10])
+    else:
+        config.export.dtype = "float32"
+    run.export_checkpoint(config)
+    assert (folder / "run.json").stat().st_mtime_ns != before
+    load_drafter(folder, torch.float32)
+
+
+def test_a_run_without_a_checkpoint_says_what_to_do(config: RunConfig) -> None:
+    with pytest.raises(UserError, match="Train first"):
+        run.export_checkpoint(config)
+
+
+def test_a_checkpoint_of_another_drafter_is_refused(config: RunConfig) -> None:
+    write_checkpoint(config, 10)
+    config.drafter.selector_rank = 7
+    with pytest.raises(UserError, match="another drafter"):
+        run.export_checkpoint(config)
+    assert not Path(config.export.output_dir).exists()

@@ -1,0 +1,1 @@
+"""Measuring a drafter: hold-out prompts through the built-in runner, counted, timed and reported."""

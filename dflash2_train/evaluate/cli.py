@@ -1,0 +1,215 @@
+"""``dflash2-eval``: measure an exported drafter on the hold-out prompts with the built-in runner.
+
+Writes into eval.output_dir: ``results-<fingerprint>.jsonl`` (a line a prompt; a rerun continues it), ``report.json``,
+``report.md`` and ``acceptance.png``. A rerun with nothing left to measure loads no model and writes the reports again.
+Exit code 1 when the speculative greedy output is not the target's own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from dflash2_train.app import run_app
+from dflash2_train.config import ConfigError, RunConfig, absolute, to_plain
+from dflash2_train.provenance import atomic_write_json, atomic_write_text, run_record, sha256_file
+
+if TYPE_CHECKING:
+    from dflash2_train.evaluate.holdout import HoldoutPrompt
+    from dflash2_train.evaluate.records import ResultsFile
+    from dflash2_train.evaluate.report import EvalReport
+    from dflash2_train.model.drafter import Drafter
+    from dflash2_train.model.drafter_config import DrafterShape
+
+logger = logging.getLogger(__name__)
+
+DRAFTER_FILES = ("config.json", "model.safetensors", "mask_embedding.pt")
+PLOT_NAME = "acceptance.png"
+EXIT_NOT_EQUAL = 1
+
+
+def drafter_folder(config: RunConfig) -> Path:
+    """The exported folder to measure.
+
+    Raises:
+        ConfigError: it lacks a file of an export.
+    """
+    key = "export.output_dir" if config.eval.drafter is None else "eval.drafter"
+    folder = absolute(config.export.output_dir if config.eval.drafter is None else config.eval.drafter)
+    for name in DRAFTER_FILES:
+        if not (folder / name).is_file():
+            raise ConfigError(
+                f"{key}={str(folder)!r}: not an exported drafter, {name} is missing. "
+                "Run dflash2-export with the same experiment, or name a folder with eval.drafter."
+            )
+    return folder
+
+
+def published_shape(folder: Path) -> DrafterShape:
+    """The shape in an export's config.json.
+
+    Raises:
+        ConfigError: it is not the configuration of a drafter that can be run here.
+    """
+    from dflash2_train.model.drafter_config import DrafterShape
+
+    try:
+        return DrafterShape.from_published(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error} Export the drafter again.") from error
+
+
+def num_drafted(config: RunConfig, block_size: int) -> int:
+    """K of this measurement, at most what the drafter was trained for."""
+    trained = block_size - 1
+    chosen = trained if config.eval.num_drafted is None else config.eval.num_drafted
+    if chosen > trained:
+        raise ConfigError(
+            f"eval.num_drafted={chosen}: the drafter's block_size {block_size} allows {trained} at most. Lower it."
+        )
+    if chosen < trained:
+        logger.info("drafting %d tokens a round; the drafter was trained for %d", chosen, trained)
+    return chosen
+
+
+def describe_protocol(config: RunConfig, folder: Path, prompts: Sequence[HoldoutPrompt]) -> dict[str, Any]:
+    """All that shapes the measured numbers, as JSON values. It is what the results' fingerprint covers."""
+    import torch
+
+    from dflash2_train.evaluate.holdout import prompts_hash
+    from dflash2_train.target import open_target_config
+
+    target = open_target_config(config.target)
+    shape = published_shape(folder)
+    sampled = config.eval.temperature > 0
+    return {
+        "experiment": config.name,
+        "mode": config.eval.mode,
+        "target": config.target.name,
+        "target_hash": target.target_hash,
+        "drafter_sha256": {name: sha256_file(folder / name) for name in DRAFTER_FILES},
+        "dtype": config.eval.dtype,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "block_size": shape.block_size,
+        "num_drafted": num_drafted(config, shape.block_size),
+        "concurrency": 1,
+        "max_new_tokens": config.eval.max_new_tokens,
+        "stop_ids": sorted(target.eos_token_ids),
+        "prompts": len(prompts),
+        "prompts_sha256": prompts_hash(prompts),
+        "enable_thinking": config.data.enable_thinking,
+        "baseline": config.eval.baseline,
+        "temperature": config.eval.temperature,
+        "top_p": config.eval.top_p if sampled else None,
+        "draft_sampling": config.eval.draft_sampling if sampled else None,
+        "seed": config.eval.seed if sampled else None,
+    }
+
+
+def open_drafter(folder: Path, dtype: str) -> Drafter:
+    """The exported drafter, ready to run.
+
+    Raises:
+        ConfigError: the folder's files are not what an export writes.
+    """
+    from dflash2_train.export.hf import load_drafter
+
+    try:
+        return load_drafter(folder, dtype).eval()
+    except ValueError as error:
+        raise ConfigError(f"{error} Export the drafter again.") from error
+
+
+def run_measurement(
+    config: RunConfig,
+    folder: Path,
+    prompts: Sequence[HoldoutPrompt],
+    protocol: dict[str, Any],
+    results: ResultsFile,
+    console: Console,
+) -> None:
+    """Load both models and fill ``results``."""
+    from dflash2_train.evaluate.measure import Measurement, measure_prompts
+    from dflash2_train.runner.loop import DecodeSettings
+    from dflash2_train.target import load_target_model
+
+    greedy = DecodeSettings(
+        max_new_tokens=config.eval.max_new_tokens,
+        num_drafted=protocol["num_drafted"],
+        stop_ids=frozenset(protocol["stop_ids"]),
+    )
+    sampled = None
+    if config.eval.temperature > 0:
+        sampled = DecodeSettings(
+            max_new_tokens=greedy.max_new_tokens,
+            num_drafted=greedy.num_drafted,
+            stop_ids=greedy.stop_ids,
+            temperature=config.eval.temperature,
+            top_p=config.eval.top_p,
+            draft_sampling=config.eval.draft_sampling,
+        )
+    measurement = Measurement(
+        target_model=load_target_model(config.target, config.eval.dtype, device=protocol["device"]),
+        drafter=open_drafter(folder, config.eval.dtype).to(protocol["device"]),
+        greedy=greedy,
+        sampled=sampled,
+        baseline=config.eval.baseline,
+        seed=config.eval.seed,
+    )
+    measure_prompts(measurement, prompts, results, console)
+
+
+def write_report(report: EvalReport, output_dir: Path) -> None:
+    """report.json, report.md and the plot, each whole or not at all."""
+    from dflash2_train.evaluate.plots import write_acceptance_plot
+    from dflash2_train.evaluate.render import to_markdown
+
+    atomic_write_json(output_dir / "report.json", report.to_json())
+    write_acceptance_plot(report, output_dir / PLOT_NAME)
+    atomic_write_text(output_dir / "report.md", to_markdown(report, plot_name=PLOT_NAME))
+
+
+def drafter_record(folder: Path) -> Any:
+    """The run record that the export carries, or None."""
+    path = folder / "run.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def evaluate(config: RunConfig) -> int:
+    """Measure, report, and return the exit code."""
+    from dflash2_train.evaluate.holdout import load_holdout
+    from dflash2_train.evaluate.records import ResultsFile
+    from dflash2_train.evaluate.render import print_report
+    from dflash2_train.evaluate.report import build_report
+
+    console = Console()
+    prompts = load_holdout(absolute(config.data.root), max_prompts=config.eval.max_prompts)
+    folder = drafter_folder(config)
+    protocol = describe_protocol(config, folder, prompts)
+    output_dir = absolute(config.eval.output_dir)
+    results = ResultsFile(output_dir, protocol)
+    if any(prompt.prompt_id not in results.records for prompt in prompts):
+        run_measurement(config, folder, prompts, protocol, results, console)
+    report = build_report(
+        [results.records[prompt.prompt_id] for prompt in prompts],
+        protocol=protocol,
+        run={"evaluation": run_record(to_plain(config)), "drafter": drafter_record(folder)},
+    )
+    write_report(report, output_dir)
+    print_report(report, console)
+    console.print(f"reports: {output_dir}", highlight=False)
+    return EXIT_NOT_EQUAL if report.equality is not None and report.equality.failures else 0
+
+
+def main() -> None:
+    """Entry of the console script."""
+    run_app("dflash2-eval", evaluate)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What one prompt's measurement leaves on disk, and the append-only file that makes a run resumable.
+
+``results-<fingerprint>.jsonl``: a header line with the full fingerprint and what it covers, then a line a prompt,
+flushed to the disk as soon as the prompt is done. Another drafter, other settings or other prompts have another
+fingerprint and so another file: results are never mixed. A line cut by a crash is dropped and measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash2_train.config import ConfigError
+from dflash2_train.provenance import atomic_write_bytes, sha256_json
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeRecord:
+    """One decoding of one prompt."""
+
+    token_ids: list[int]
+    finish_reason: str
+    rounds: list[list[int]]  # [num_proposed, num_accepted, num_emitted] each; empty for plain decoding
+    seconds: dict[str, float]  # by part: prefill, context, draft, verify, sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualityRecord:
+    """Speculative against plain greedy output."""
+
+    equal: bool
+    first_difference: int | None = None  # index in the output
+    num_departures: int | None = None  # emitted tokens that are not the target's argmax when teacher-forced
+    largest_gap: float | None = None  # in logits; None = not measured, since the outputs are equal in float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRecord:
+    """Everything measured on one prompt."""
+
+    prompt_id: str
+    num_prompt_tokens: int
+    greedy: DecodeRecord
+    baseline: DecodeRecord | None
+    equality: EqualityRecord | None  # None = no baseline
+    sampled: DecodeRecord | None
+
+    @staticmethod
+    def from_json(row: dict[str, Any]) -> PromptRecord:
+        """The inverse of ``dataclasses.asdict``; KeyError or TypeError for another layout."""
+        decoded = {key: DecodeRecord(**row[key]) if row[key] else None for key in ("greedy", "baseline", "sampled")}
+        if decoded["greedy"] is None:
+            raise TypeError("greedy is empty")
+        return PromptRecord(
+            prompt_id=row["prompt_id"],
+            num_prompt_tokens=row["num_prompt_tokens"],
+            greedy=decoded["greedy"],
+            baseline=decoded["baseline"],
+            equality=EqualityRecord(**row["equality"]) if row["equality"] else None,
+            sampled=decoded["sampled"],
+        )
+
+
+class ResultsFile:
+    """The results of one fingerprint, by prompt id.
+
+    Args:
+        folder: eval.output_dir; made if missing.
+        covered: all that shapes a result, as JSON values. Its hash is the fingerprint.
+
+    Raises:
+        ConfigError: a file of this name with another content than this writer's.
+    """
+
+    def __init__(self, folder: Path, covered: dict[str, Any]) -> None:
+        self.fingerprint = sha256_json(covered)
+        self.path = folder / f"results-{self.fingerprint[:12]}.jsonl"
+        self.records: dict[str, PromptRecord] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            self._load()
+        else:
+            header = json.dumps({"fingerprint": self.fingerprint, "covers": covered}, ensure_ascii=False)
+            atomic_write_bytes(self.path, header.encode() + b"\n")
+
+    def _load(self) -> None:
+        content = self.path.read_bytes()
+        whole, newline, torn = content.rpartition(b"\n")
+        lines = whole.split(b"\n")
+        try:
+            if json.loads(lines[0])["fingerprint"] != self.fingerprint:
+                raise ValueError("its fingerprint is another one")
+            for line in lines[1:]:
+                record = PromptRecord.from_json(json.loads(line))
+                self.records[record.prompt_id] = record
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.path}: not readable as results of this evaluation ({error}). Move the file away and run again."
+            ) from error
+        if torn:
+            logger.warning(
+                "%s: its last line was cut short and is dropped; that prompt is measured again", self.path.name
+            )
+            atomic_write_bytes(self.path, whole + newline)
+
+    def append(self, record: PromptRecord) -> None:
+        """Add a prompt's result; on the disk when this returns."""
+        with open(self.path, "ab") as file:
+            file.write(json.dumps(asdict(record)).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.records[record.prompt_id] = record

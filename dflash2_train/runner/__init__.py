@@ -1,0 +1,1 @@
+"""Speculative decoding in plain PyTorch: propose a block, verify it with the target, commit, repeat."""

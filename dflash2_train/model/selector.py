@@ -1,0 +1,118 @@
+"""The candidate selector: re-scores the unary top C of each slot from the token before it.
+
+    score(a -> b) = unary(b) + sum over r of predecessor[a, r] * (hidden_projection h)[r] * successor[b, r]
+
+where ``a`` is the token chosen at the slot before (the anchor for the first) and ``h`` the slot's state after the
+final norm. During training all slots are scored in parallel with the data's own predecessors; at decoding the path is
+walked slot by slot, each choice being the predecessor of the next.
+
+Scores are fp32. The successor codebook starts at zero, so an untrained selector adds exactly nothing; the other two
+factors start random, since a product of zeros would have no gradient.
+
+Letters: B rows, K drafted slots, C candidates, V vocabulary, R rank, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class CandidateSelector(nn.Module):
+    """Parameters as published: both codebooks are bare [V, R] parameters, ``hidden_projection.weight`` is [R, H]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, rank: int, *, initializer_range: float = 0.02) -> None:
+        super().__init__()
+        self.initializer_range = initializer_range
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """An exact no-op that can learn: successor zero, the rest normal."""
+        self.predecessor_codebook.normal_(0.0, self.initializer_range)
+        self.successor_codebook.zero_()
+        self.hidden_projection.weight.normal_(0.0, self.initializer_range)
+
+    def scores(self, hidden: Tensor, unary: Tensor, candidate_ids: Tensor, predecessor_ids: Tensor) -> Tensor:
+        """Score the candidates of every slot, given the token before it.
+
+        Args:
+            hidden: [..., H] states after the final norm.
+            unary: [..., C] fp32 logits of the candidates.
+            candidate_ids: [..., C] int64.
+            predecessor_ids: [...] int64, the token before each slot.
+
+        Returns:
+            [..., C] fp32.
+        """
+        predecessor = F.embedding(predecessor_ids, self.predecessor_codebook).float()  # [..., R]
+        query = predecessor * self.hidden_projection(hidden).float()  # [..., R]
+        successor = F.embedding(candidate_ids, self.successor_codebook).float()  # [..., C, R]
+        return unary + (successor @ query.unsqueeze(-1)).squeeze(-1)  # [..., C, R] @ [..., R, 1]
+
+    @torch.no_grad()
+    def walk(
+        self,
+        hidden: Tensor,
+        unary: Tensor,
+        candidate_ids: Tensor,
+        anchor_ids: Tensor,
+        *,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Choose one candidate a slot, left to right.
+
+        The scores of all C x C transitions are made at once; what remains sequential is a chain of K look-ups.
+
+        Args:
+            hidden: [B, K, H] states after the final norm, the anchor's slot dropped.
+            unary: [B, K, C] fp32 logits of the candidates.
+            candidate_ids: [B, K, C] int64.
+            anchor_ids: [B] int64, predecessor of the first slot.
+            temperature: 0 takes the best candidate (first of equals), else one is drawn from softmax(score / T).
+            generator: source of randomness when ``temperature`` > 0.
+
+        Returns:
+            path ids [B, K] int64, and q [B, K, C] fp32, the distribution over the candidates from which each id of
+            the path was taken (one-hot at temperature 0).
+
+        Raises:
+            ValueError: a negative temperature.
+        """
+        if temperature < 0:
+            raise ValueError(f"temperature={temperature}: must be at least 0.")
+        transition = self._transitions(hidden, unary, candidate_ids, anchor_ids)  # [B, K, C, C]
+        if temperature > 0:
+            probability = torch.softmax(transition / temperature, -1)
+            rows = probability.flatten(0, 2)  # [B * K * C, C]
+            choice = torch.multinomial(rows, 1, generator=generator).view(transition.shape[:-1])
+        else:
+            choice = transition.argmax(-1)  # [B, K, C]: best next candidate for each previous one
+            probability = F.one_hot(choice, transition.shape[-1]).float()
+        return _follow(choice, probability, candidate_ids)
+
+    def _transitions(self, hidden: Tensor, unary: Tensor, candidate_ids: Tensor, anchor_ids: Tensor) -> Tensor:
+        """Score of going from each candidate of the slot before to each of this slot, fp32 [B, K, C, C]."""
+        first = anchor_ids[:, None, None].expand(-1, 1, candidate_ids.shape[-1])  # [B, 1, C]: one anchor, C times
+        previous = torch.cat([first, candidate_ids[:, :-1]], 1)  # [B, K, C]
+        gate = self.hidden_projection(hidden).float().unsqueeze(2)  # [B, K, 1, R]
+        query = F.embedding(previous, self.predecessor_codebook).float() * gate  # [B, K, C, R]
+        successor = F.embedding(candidate_ids, self.successor_codebook).float()  # [B, K, C, R]
+        return unary.unsqueeze(2) + query @ successor.transpose(-1, -2)
+
+
+def _follow(choice: Tensor, probability: Tensor, candidate_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Chain the per-transition choices [B, K, C] into one path: ids [B, K] and their distributions [B, K, C]."""
+    index = torch.zeros_like(choice[:, 0, :1])  # [B, 1]; all rows of the first slot are the anchor's
+    path, rows = [], []
+    for slot in range(choice.shape[1]):
+        row = index.unsqueeze(-1).expand(-1, 1, probability.shape[-1])  # [B, 1, C]
+        rows.append(probability[:, slot].gather(1, row))
+        index = choice[:, slot].gather(1, index)
+        path.append(candidate_ids[:, slot].gather(1, index))
+    return torch.cat(path, 1), torch.cat(rows, 1)

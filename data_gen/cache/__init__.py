@@ -1,0 +1,1 @@
+"""The capture cache: the one thing that data generation and training share."""

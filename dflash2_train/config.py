@@ -331,7 +331,8 @@ class TrainConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     grad_clip: float = 1.0
     zero_stage: int = 1
-    init_from_target: bool = False  # start attention and MLP from the target's own layers where shapes agree
+    init_layers: list[int] = field(default_factory=list)  # target layer each drafter layer starts from; empty = random
+    init_tap_weights: list[float] = field(default_factory=list)  # fc starts as this sum of taps; empty = random
     warm_start: str | None = None  # exported DFlash 2 folder to start from
     save_every: int = 200  # steps
     keep_checkpoints: int = 2
@@ -342,7 +343,22 @@ class TrainConfig:
     wandb_project: str = "dflash2"
     num_threads: int | None = None  # torch intra-op threads a rank; None = torch's own choice
 
-    def check(self) -> None:
+    def check(self, drafter: DrafterConfig, target: TargetConfig) -> None:
+        _require(
+            len(self.init_layers) in (0, drafter.num_layers)
+            and all(0 <= i < target.num_layers for i in self.init_layers),
+            "train.init_layers",
+            self.init_layers,
+            f"names a target layer (0..{target.num_layers - 1}) for each of {drafter.num_layers} drafter layers",
+            "Leave it empty for a random start.",
+        )
+        _require(
+            len(self.init_tap_weights) in (0, len(drafter.target_layer_ids)),
+            "train.init_tap_weights",
+            self.init_tap_weights,
+            f"needs one weight for each of {len(drafter.target_layer_ids)} taps",
+            "Leave it empty for a random start.",
+        )
         _require(self.dtype in DTYPES, "train.dtype", self.dtype, f"must be one of {DTYPES}", "Pick one.")
         for key in (
             "steps",
@@ -453,7 +469,7 @@ class RunConfig:
         self.drafter.check(self.target)
         self.data.check()
         self.loss.check()
-        self.train.check()
+        self.train.check(self.drafter, self.target)
         self.export.check()
         self.eval.check(self.drafter)
 

@@ -1,0 +1,433 @@
+"""``dflash2-train``: from the capture cache to a trained, exported drafter.
+
+Started again with the same command it continues from the newest whole checkpoint, bit for bit; finished already, it
+says so and does nothing. SIGTERM and Ctrl-C finish the step, save and leave. The file is in the
+order of a run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from dflash2_train.app import run_app
+from dflash2_train.config import ConfigError, RunConfig, UserError, absolute, to_plain
+
+if TYPE_CHECKING:
+    from data_gen.cache.reader import CaptureReader
+    from dflash2_train.data import WindowLoader
+    from dflash2_train.metrics import MetricSums
+    from dflash2_train.model.drafter import Drafter
+    from dflash2_train.model.drafter_config import DrafterShape
+    from dflash2_train.objective import Objective
+    from dflash2_train.target import FrozenHead
+
+logger = logging.getLogger(__name__)
+EXIT_STOPPED = 143  # left in good order before the last step (SIGTERM, train.max_seconds)
+# Settings that may change between two starts of one run: they shape where and how often, not what is learned.
+FREE_TO_CHANGE = (
+    "output_dir",
+    "save_every",
+    "keep_checkpoints",
+    "log_every",
+    "max_bad_steps",
+    "max_seconds",
+    "wandb",
+    "wandb_project",
+    "num_threads",
+)
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Where a run stands; saved with every checkpoint."""
+
+    step: int = 0  # windows done, dropped ones included
+    rows_consumed: int = 0
+    dropped: int = 0  # windows not applied because of a non-finite loss
+    seconds: float = 0.0  # training time over all attempts
+    attempt: int = 1
+    run_id: str = ""
+    bad_in_a_row: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def fingerprint(config: RunConfig, cache_fingerprint: str) -> dict[str, Any]:
+    """All that shapes what is learned; a resume must share it."""
+    plain = to_plain(config)
+    train = {key: value for key, value in plain["train"].items() if key not in FREE_TO_CHANGE}
+    return {"drafter": plain["drafter"], "loss": plain["loss"], "train": train, "cache": cache_fingerprint}
+
+
+@contextmanager
+def only_run_in(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run folder: two trainers in one folder would overwrite each other.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"{folder} is in use by another dflash2-train. "
+                "Wait for it, stop it, or choose another train.output_dir."
+            ) from error
+        yield
+
+
+class StopRequest:
+    """Set by SIGTERM or SIGINT, looked at between steps; a second Ctrl-C interrupts at once."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if self.reason and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.reason = signal.Signals(number).name
+
+
+def train(config: RunConfig) -> int:
+    """Run or continue the training of ``config`` and export its result."""
+    from data_gen.cache.reader import CaptureReader
+    from dflash2_train.checkpoint import check_resumable, newest_checkpoint
+
+    output = absolute(config.train.output_dir)
+    if os.environ.get("RANK", "0") != "0":
+        return run_rank(config, output)
+    with only_run_in(output):
+        reader = CaptureReader(absolute(config.data.root) / "capture")
+        check_cache(reader, config)
+        done = newest_checkpoint(output)
+        if done is not None and done.step >= config.train.steps:
+            check_resumable(done, fingerprint(config, reader.manifest.fingerprint), done.world_size)
+            logger.info("training is complete at step %d (%s)", done.step, done.folder)
+            return export_result(config)
+        reader.close()
+        return run_rank(config, output)
+
+
+def check_cache(reader: CaptureReader, config: RunConfig) -> None:
+    """Refuse a cache of another target, other taps or another teacher, listing what differs."""
+    from data_gen.cache.format import CacheIntegrityError, list_differences
+
+    wanted = {
+        "target": config.target.name,
+        "revision": config.target.revision,
+        "target_layer_ids": list(config.drafter.target_layer_ids),
+        "hidden_size": config.target.hidden_size,
+        "teacher_top_k": config.data.teacher_top_k,
+        "enable_thinking": config.data.enable_thinking,
+    }
+    stored = {key: reader.manifest.content[key] for key in wanted}
+    lines = list_differences(stored, wanted)
+    if lines:
+        listed = "\n  ".join(lines)
+        raise CacheIntegrityError(
+            f"{absolute(config.data.root)} was captured for something else (cache -> config):\n  {listed}\n"
+            "Capture again with this config in another data.root, or set the config back."
+        )
+
+
+def run_rank(config: RunConfig, output: Path) -> int:
+    """What every rank does: build, resume, loop, save; the first rank exports."""
+    import torch
+
+    from data_gen.cache.reader import CaptureReader
+    from dflash2_train.engine import start_ranks, stop_ranks
+
+    stop = StopRequest()
+    if config.train.num_threads is not None:
+        torch.set_num_threads(config.train.num_threads)
+    torch.manual_seed(config.train.seed)
+    rank, world_size = start_ranks()
+    reader = CaptureReader(absolute(config.data.root) / "capture", verify_checksums=rank == 0)
+    try:
+        run = TrainingRun(config, output, reader, rank=rank, world_size=world_size)
+        finished = run.loop(stop)
+    finally:
+        stop_ranks()
+        reader.close()
+    if not finished:
+        return EXIT_STOPPED
+    return export_result(config) if rank == 0 else 0
+
+
+class TrainingRun:
+    """Everything that lives from the first step to the last."""
+
+    def __init__(self, config: RunConfig, output: Path, reader: CaptureReader, *, rank: int, world_size: int) -> None:
+        import torch
+
+        from dflash2_train.attest import attest
+        from dflash2_train.checkpoint import check_resumable, newest_checkpoint
+        from dflash2_train.engine import TrainEngine
+        from dflash2_train.provenance import atomic_write_json, run_record
+
+        self.config, self.output = config, output
+        self.dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
+        self.fingerprint = fingerprint(config, reader.manifest.fingerprint)
+        found = newest_checkpoint(output)
+        if found is not None:
+            check_resumable(found, self.fingerprint, world_size)
+        attested = None
+        if rank == 0 and found is None:
+            attested = attest(reader, config.target, config.drafter, config.data)
+        self.loader = build_loader(config, reader, rank=rank, world_size=world_size)
+        self.objective = build_objective(config)
+        self.engine = TrainEngine(self.objective, config.train)
+        self.objective.frozen.to(self.engine.device, self.dtype)
+        self.progress = Progress(run_id=f"{config.name}-{os.urandom(4).hex()}")
+        if found is not None:
+            state = self.engine.load_state(str(output), found.folder.name)
+            self.progress = Progress(**state)
+            self.progress.attempt += 1
+            logger.info("continuing from step %d (%s)", self.progress.step, found.folder)
+        if rank == 0:
+            record = run_record(to_plain(config))
+            record["attestation"] = None if attested is None else asdict(attested)
+            record["cache"] = reader.manifest.content
+            record["deepspeed"] = self.engine.deepspeed_config
+            name = "run.json" if found is None else f"run.attempt{self.progress.attempt}.json"
+            atomic_write_json(output / name, record)
+
+    def loop(self, stop: StopRequest) -> bool:
+        """Train to the last step; False when asked to stop before."""
+        from dflash2_train.progress import ProgressReporter
+        from dflash2_train.tracker import MetricsLog, open_tracker
+
+        cfg, progress, first = self.config.train, self.progress, self.engine.rank == 0
+        tracker = open_tracker(
+            cfg, name=self.config.name, run_id=progress.run_id, record=self.fingerprint, first_rank=first
+        )
+        log = MetricsLog(self.output / "metrics.jsonl", attempt=progress.attempt) if first else None
+        started, before = time.monotonic(), progress.seconds
+        with ProgressReporter("train", cfg.steps, done=progress.step, enabled=first) as reporter:
+            while progress.step < cfg.steps:
+                sums = self.step()
+                progress.seconds = before + time.monotonic() - started
+                if progress.step % cfg.log_every == 0 or progress.step == cfg.steps:
+                    values = self.values(sums)
+                    if log is not None:
+                        log.write(progress.step, values)
+                        tracker.log(values, progress.step)
+                        reporter.update(progress.step, facts(values))
+                over_time = cfg.max_seconds is not None and time.monotonic() - started >= cfg.max_seconds
+                stopping = self.engine.any_rank(bool(stop.reason) or over_time)
+                if progress.step % cfg.save_every == 0 or progress.step == cfg.steps or stopping:
+                    self.save()
+                if stopping and progress.step < cfg.steps:
+                    logger.info("stopped at step %d; the same command continues", progress.step)
+                    break
+        if log is not None:
+            log.close()
+        tracker.finish()
+        return progress.step >= cfg.steps
+
+    def step(self) -> MetricSums:
+        """One window: all its micro-batches, then the optimizer, unless a loss is not finite."""
+        import torch
+
+        from dflash2_train.blocks import build_blocks
+        from dflash2_train.metrics import MetricSums
+
+        engine, progress, shape = self.engine, self.progress, self.objective.drafter.shape
+        batches = [batch.to(engine.device, self.dtype) for batch in self.loader.window(progress.rows_consumed)]
+        blocks = [
+            build_blocks(batch, block_size=shape.block_size, mask_token_id=shape.mask_token_id) for batch in batches
+        ]
+        denominator = torch.stack([self.objective.window_weight(block) for block in blocks]).sum()
+        denominator = engine.all_reduce_sum(denominator)
+        ramp_steps = self.config.loss.selector_ramp * self.config.train.steps
+        ramp = min(1.0, (progress.step + 1) / ramp_steps) if ramp_steps > 0 else 1.0
+        sums = MetricSums()
+        applied = True
+        for micro, (batch, block) in enumerate(zip(batches, blocks, strict=True)):
+            output = engine.forward(
+                batch, block, denominator=denominator, scale=float(engine.loss_scale), selector_ramp=ramp
+            )
+            if engine.any_rank(not bool(torch.isfinite(output.loss))):
+                engine.drop_window(micro)
+                applied = False
+                self.note_bad_window(batches)
+                break
+            engine.backward(output.loss)
+            engine.step()
+            sums = sums + output.sums
+        progress.step += 1
+        progress.rows_consumed += self.loader.rows_per_window
+        if applied:
+            progress.bad_in_a_row = 0
+            self.refuse_bad_gradient(batches)
+        return sums
+
+    def note_bad_window(self, batches: list[Any]) -> None:
+        """Count a dropped window, keep its sample ids, and end the run after too many in a row."""
+        from dflash2_train.provenance import atomic_write_json
+
+        progress = self.progress
+        progress.dropped += 1
+        progress.bad_in_a_row += 1
+        ids = [name for batch in batches for row in batch.sample_ids for name in row]
+        path = self.output / f"dropped-step{progress.step + 1:06d}-rank{self.engine.rank}.json"
+        atomic_write_json(path, {"step": progress.step + 1, "sample_ids": ids})
+        logger.warning("loss of step %d is not finite: step not applied, samples in %s", progress.step + 1, path)
+        if progress.bad_in_a_row >= self.config.train.max_bad_steps:
+            raise UserError(
+                f"{progress.bad_in_a_row} steps in a row had a non-finite loss (train.max_bad_steps). The last "
+                f"checkpoint is good; look at the samples named in {path} and run dflash2-gen-data stage=verify."
+            )
+
+    def refuse_bad_gradient(self, batches: list[Any]) -> None:
+        """End the run when a gradient was not finite: the weights are spoiled and must not be saved."""
+        import math
+
+        norm = self.engine.gradient_norm()
+        stage_without_norm = self.config.train.zero_stage == 0
+        if not math.isfinite(norm) and not stage_without_norm:
+            ids = [name for batch in batches for row in batch.sample_ids for name in row]
+            raise UserError(
+                f"the gradient of step {self.progress.step} is not finite ({norm}). Nothing was saved after it; "
+                f"the same command continues from the last checkpoint. Its samples: {', '.join(ids[:8])}"
+            )
+
+    def values(self, sums: MetricSums) -> dict[str, float]:
+        """What is logged of a step, reduced over ranks."""
+        reduced = sums.reduced(self.engine.all_reduce_sum)
+        norm = self.engine.gradient_norm()
+        return {
+            **reduced.rates(),
+            "lr": self.engine.learning_rate(),
+            "grad_norm": norm,
+            "epoch": float(self.loader.epoch_of(self.progress.rows_consumed)),
+            "dropped": float(self.progress.dropped),
+            "seconds": round(self.progress.seconds, 3),
+        }
+
+    def save(self) -> None:
+        """Commit a checkpoint of this moment."""
+        from dflash2_train.checkpoint import save_checkpoint
+
+        save_checkpoint(
+            self.engine,
+            self.objective.drafter,
+            self.output,
+            step=self.progress.step,
+            state=asdict(self.progress),
+            fingerprint=self.fingerprint,
+            keep=self.config.train.keep_checkpoints,
+        )
+
+
+def facts(values: dict[str, float]) -> str:
+    """The few numbers worth a look while it runs."""
+    shown = [f"loss {values['loss']:.3f}"] if "loss" in values else ["step dropped"]
+    if "selector_path" in values:
+        shown.append(f"forecast length {1 + values['selector_path']:.2f}")
+    return "  ".join([*shown, f"lr {values['lr']:.1e}"])
+
+
+def build_loader(config: RunConfig, reader: CaptureReader, *, rank: int, world_size: int) -> WindowLoader:
+    """The loader over all cached samples that hold an anchor and a label."""
+    from dflash2_train.data import Document, WindowLoader
+
+    documents = [
+        Document(index=index, num_tokens=row.num_tokens, num_supervised=row.num_supervised)
+        for index, row in enumerate(reader.index)
+        if row.num_supervised >= 2
+    ]
+    skipped = len(reader) - len(documents)
+    if skipped:
+        logger.info("%d of %d cached samples have no anchor followed by a label and are left out", skipped, len(reader))
+    return WindowLoader(
+        reader,
+        documents,
+        row_tokens=config.train.row_tokens,
+        rows=config.train.rows,
+        accumulation=config.train.accumulation,
+        anchors_per_document=config.train.anchors_per_document,
+        seed=config.train.seed,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def build_objective(config: RunConfig) -> Objective:
+    """Drafter (warm from an export, or fresh with what the target lends) and frozen tables, on the CPU."""
+    from dflash2_train.model.drafter_config import DrafterShape
+    from dflash2_train.objective import Objective
+    from dflash2_train.target import FrozenHead
+
+    frozen = FrozenHead.load(config.target, dtype=config.train.dtype)
+    shape = DrafterShape.from_config(config)
+    if config.train.warm_start is not None:
+        drafter = warm_drafter(config.train.warm_start, shape)
+    else:
+        drafter = fresh_drafter(config, shape, frozen)
+    return Objective(drafter, frozen, config.loss)
+
+
+def warm_drafter(folder: str, shape: DrafterShape) -> Drafter:
+    """The drafter exported in ``folder``, refused if it is not of the configured shape."""
+    import torch
+
+    from data_gen.cache.format import list_differences
+    from dflash2_train.export.hf import load_drafter
+
+    drafter = load_drafter(absolute(folder), torch.float32)
+    lines = list_differences(asdict(drafter.shape), asdict(shape))
+    if lines:
+        listed = "\n  ".join(lines)
+        raise ConfigError(
+            f"train.warm_start={folder}: its shape is not that of the config (file -> config):\n  {listed}\n"
+            "Use a drafter of the same shape, or set drafter.* to the file's."
+        )
+    return drafter
+
+
+def fresh_drafter(config: RunConfig, shape: DrafterShape, frozen: FrozenHead) -> Drafter:
+    """A new drafter: random, with layers, norm, tap sum and mask vector from the target where the config says so."""
+    from dflash2_train.model.drafter import Drafter
+    from dflash2_train.model.initialise import fc_from_taps, initialise
+    from dflash2_train.target import TargetTensors
+
+    drafter = Drafter(shape)
+    drafter.reset_mask_embedding(frozen.embedding[shape.mask_token_id].float())
+    if config.train.init_tap_weights:
+        fc_from_taps(drafter, config.train.init_tap_weights)
+    tensors = TargetTensors(config.target)
+    layers = dict(enumerate(config.train.init_layers))
+    initialise(drafter, tensors.__getitem__, layers, prefix=tensors.decoder_prefix())
+    return drafter
+
+
+def export_result(config: RunConfig) -> int:
+    """Export the newest checkpoint, unless that very checkpoint is exported already."""
+    from dflash2_train.export.run import export_checkpoint
+
+    folder = export_checkpoint(config)
+    logger.info("serve-ready drafter: %s", folder)
+    return 0
+
+
+def main() -> None:
+    """Entry of the console script ``dflash2-train``."""
+    run_app("dflash2-train", train)
+
+
+if __name__ == "__main__":
+    main()

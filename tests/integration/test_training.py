@@ -1,0 +1,219 @@
+"""The trainer as a process: it learns, resumes bit for bit, equals itself on two ranks, and applies no bad step."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data_gen.cache.reader import CaptureReader
+from data_gen.cache.writer import CaptureWriter
+from dflash2_train.config import RunConfig, to_plain
+from dflash2_train.tracker import read_metrics
+from tests.cases import tiny_run_config
+from tests.tiny_target import cache_manifest, save_tiny_llama, write_cache
+
+STEPS = 6
+PER_RUN = ("seconds", "attempt")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A tiny target with a filled cache; tests give it training folders of their own."""
+    root = tmp_path_factory.mktemp("tiny")
+    config = tiny_run_config(root)
+    config.target.name = str(root / "target")
+    config.target.dtype = "float32"
+    config.data.teacher_top_k = 8
+    config.data.min_agreement = 0.05
+    config.train.dtype = "float32"
+    config.train.steps = STEPS
+    config.train.row_tokens = 64
+    config.train.rows = 2
+    config.train.lr = 3e-3
+    config.train.init_layers = []
+    model = save_tiny_llama(root / "target", config)
+    write_cache(model, config, samples=12, length=24)
+    return config
+
+
+def variant(base: RunConfig, folder: Path, **train: object) -> RunConfig:
+    config = load(to_plain(base))
+    config.train.output_dir, config.export.output_dir = str(folder / "train"), str(folder / "export")
+    for key, value in train.items():
+        setattr(config.train, key, value)
+    return config
+
+
+def load(plain: dict[str, object]) -> RunConfig:
+    from omegaconf import OmegaConf
+
+    from dflash2_train.config import load_config
+
+    return load_config(OmegaConf.create(plain))
+
+
+def start(config: RunConfig, *, ranks: int = 1) -> list[subprocess.Popen[str]]:
+    path = Path(config.train.output_dir).parent / "config.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(to_plain(config)))
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "tests.integration.run_training", str(path)]
+    processes = []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    for rank in range(ranks):
+        own = dict(environment)
+        if ranks > 1:
+            own.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+            )
+        processes.append(
+            subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    return processes
+
+
+def run(config: RunConfig, *, ranks: int = 1, expect: int = 0) -> str:
+    processes = start(config, ranks=ranks)
+    output = "".join(process.communicate(timeout=240)[0] for process in processes)
+    assert [process.returncode for process in processes] == [expect] * ranks, output
+    return output
+
+
+def weights(config: RunConfig, step: int = STEPS) -> dict[str, torch.Tensor]:
+    return load_file(Path(config.train.output_dir) / f"step{step:06d}" / "drafter.safetensors")
+
+
+def curve(config: RunConfig) -> list[dict[str, float]]:
+    rows = read_metrics(Path(config.train.output_dir) / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if key not in PER_RUN} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def straight(base: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A run from the first step to the last."""
+    config = variant(base, tmp_path_factory.mktemp("straight"))
+    run(config)
+    return config
+
+
+def test_training_lowers_the_loss_and_exports_a_drafter(straight: RunConfig) -> None:
+    losses = [row["loss"] for row in curve(straight)]
+    assert len(losses) == STEPS
+    assert losses[-1] < losses[0]
+    assert (Path(straight.export.output_dir) / "mask_embedding.pt").exists()
+    record = json.loads((Path(straight.train.output_dir) / "run.json").read_text())
+    assert record["attestation"]["tokens"] >= straight.data.min_attested_tokens
+
+
+def test_a_killed_run_resumed_equals_the_uninterrupted_one_bit_for_bit(
+    base: RunConfig, straight: RunConfig, tmp_path: Path
+) -> None:
+    config = variant(base, tmp_path, save_every=2)
+    process = start(config)[0]
+    committed = Path(config.train.output_dir) / "step000002"
+    deadline = time.monotonic() + 200
+    while not committed.exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (Path(config.train.output_dir) / f"step{STEPS:06d}").exists()
+    run(config)
+    assert curve(config) == curve(straight)
+    expected, found = weights(straight), weights(config)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_finished_run_started_again_does_no_step(straight: RunConfig) -> None:
+    before = (Path(straight.train.output_dir) / "metrics.jsonl").read_text()
+    output = run(straight)
+    assert "complete" in output
+    assert (Path(straight.train.output_dir) / "metrics.jsonl").read_text() == before
+
+
+def test_the_same_global_batch_gives_the_same_update_on_one_rank_and_on_two(
+    base: RunConfig, straight: RunConfig, tmp_path: Path
+) -> None:
+    config = variant(base, tmp_path, rows=1)
+    run(config, ranks=2)
+    for one, two in zip(curve(straight), curve(config), strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
+    expected, found = weights(straight), weights(config)
+    for name in expected:
+        torch.testing.assert_close(expected[name], found[name], rtol=1e-3, atol=2e-5)
+
+
+def test_accumulation_gives_the_same_update_as_one_large_batch(
+    base: RunConfig, straight: RunConfig, tmp_path: Path
+) -> None:
+    config = variant(base, tmp_path, rows=1, accumulation=2)
+    run(config)
+    expected, found = weights(straight), weights(config)
+    for name in expected:
+        torch.testing.assert_close(expected[name], found[name], rtol=1e-3, atol=2e-5)
+
+
+def test_sigterm_saves_and_the_same_command_continues(base: RunConfig, tmp_path: Path) -> None:
+    config = variant(base, tmp_path, steps=4000, save_every=100000)
+    process = start(config)[0]
+    metrics = Path(config.train.output_dir) / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= 2:
+            break
+        time.sleep(0.05)
+    process.terminate()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 143, output
+    saved = sorted(Path(config.train.output_dir).glob("step*"))
+    assert len(saved) == 1, output
+
+
+def test_resuming_under_other_settings_is_refused_with_the_differences(
+    base: RunConfig, straight: RunConfig, tmp_path: Path
+) -> None:
+    config = load(to_plain(straight))
+    config.train.lr = 1e-3
+    config.loss.gamma = 4.0
+    output = run(config, expect=2)
+    assert "train.lr: 0.003 -> 0.001" in output
+    assert "loss.gamma: 6.5 -> 4.0" in output
+
+
+def test_a_cache_of_other_taps_is_refused_with_the_difference(base: RunConfig, tmp_path: Path) -> None:
+    config = variant(base, tmp_path)
+    config.drafter.target_layer_ids = [0, 1, 4]
+    output = run(config, expect=2)
+    assert "target_layer_ids: [0, 2, 4] -> [0, 1, 4]" in output
+
+
+def test_steps_with_a_non_finite_loss_are_dropped_named_and_end_the_run_after_a_few(
+    base: RunConfig, tmp_path: Path
+) -> None:
+    config = variant(base, tmp_path, max_bad_steps=2)
+    config.data.root = str(tmp_path / "data")
+    config.data.min_attested_tokens = 0
+    reader = CaptureReader(Path(base.data.root) / "capture")
+    writer = CaptureWriter(tmp_path / "data" / "capture", cache_manifest(config))
+    samples = [reader.read(index) for index in range(len(reader))]
+    for sample in samples:  # finite in bf16, infinite once squared in a norm's sum
+        sample.tap_hidden.fill_(3e38)
+    writer.write_shard(0, samples)
+    output = run(config, expect=2)
+    assert "not finite" in output
+    dropped = sorted(Path(config.train.output_dir).glob("dropped-*.json"))
+    assert len(dropped) == 2
+    assert json.loads(dropped[0].read_text())["sample_ids"]
+    assert not list(Path(config.train.output_dir).glob("step*"))

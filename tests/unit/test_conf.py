@@ -1,0 +1,59 @@
+"""Everything under conf/ composes, types and passes its own rules, through Hydra as a user would reach it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+
+from dflash2_train.app import register_schema
+from dflash2_train.config import ConfigError, RunConfig, load_config
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+SCALES = sorted(path.stem for path in (CONF / "scale").glob("*.yaml"))
+
+
+def load(*overrides: str) -> RunConfig:
+    register_schema()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return load_config(compose("config", list(overrides)))
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_composes_and_passes_its_rules(experiment: str) -> None:
+    assert load(f"+experiment={experiment}").name == experiment
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_scale_changes_the_newcomers_run_and_its_folder(scale: str) -> None:
+    base, scaled = load("+experiment=smollm2_cpu"), load("+experiment=smollm2_cpu", f"+scale={scale}")
+    assert scaled.train.steps != base.train.steps
+    assert scaled.run_dir != base.run_dir
+
+
+def test_the_command_line_wins_over_the_experiment() -> None:
+    assert load("+experiment=smollm2_cpu", "train.steps=7").train.steps == 7
+
+
+def test_the_flagship_recipe_is_as_designed() -> None:
+    config = load("+experiment=glm53_flash")
+    assert config.drafter.num_layers == 8
+    assert config.drafter.target_layer_ids == [5, 9, 14, 19, 24, 28, 33, 38, 42]
+    assert (config.drafter.block_size, config.drafter.mask_token_id) == (8, 154856)
+    assert (config.loss.gamma, config.data.teacher_top_k) == (6.5, 20)
+    assert (config.data.sampling.temperature, config.data.sampling.top_p) == (1.0, 0.95)
+
+
+def test_a_key_added_with_a_plus_is_refused_when_the_schema_lacks_it() -> None:
+    with pytest.raises(ConfigError, match=r"train\.lrr"):
+        load("+experiment=smollm2_cpu", "+train.lrr=1")
+
+
+def test_a_misspelt_key_or_experiment_is_refused_by_name() -> None:
+    with pytest.raises(ConfigCompositionException, match="lrr"):
+        load("+experiment=smollm2_cpu", "train.lrr=1")
+    with pytest.raises(ConfigCompositionException, match="experiment/nope"):
+        load("+experiment=nope")

@@ -1,0 +1,52 @@
+"""The engine's pure parts: DeepSpeed's configuration, the schedule, the parameter groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dflash2_train.config import TrainConfig
+from dflash2_train.engine import build_deepspeed_config, learning_rate_factor, parameter_groups
+
+
+def settings(**changes: object) -> TrainConfig:
+    return TrainConfig(**{"output_dir": "x", "steps": 100, "row_tokens": 64, "rows": 2, **changes})  # type: ignore[arg-type]
+
+
+def test_bf16_accumulates_in_fp32_and_batch_sizes_multiply_out() -> None:
+    config = build_deepspeed_config(settings(accumulation=3), world_size=4)
+    assert config["train_batch_size"] == 2 * 3 * 4
+    assert config["bf16"]["enabled"] is True
+    assert config["data_types"]["grad_accum_dtype"] == "fp32"
+    assert config["zero_optimization"]["stage"] == 1
+
+
+def test_fp32_asks_for_no_mixed_precision() -> None:
+    config = build_deepspeed_config(settings(dtype="float32"), world_size=1)
+    assert config["bf16"]["enabled"] is False
+    assert "data_types" not in config
+
+
+def test_the_rate_warms_up_linearly_peaks_once_and_ends_at_its_share() -> None:
+    factor = learning_rate_factor(settings(warmup=0.1, final_lr_ratio=0.1))
+    rates = [factor(step) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == pytest.approx(1.0)
+    assert rates[9] == pytest.approx(1.0)
+    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert rates[100] == pytest.approx(0.1)
+
+
+def test_every_parameter_is_in_one_group_and_codebooks_norms_and_mask_do_not_decay() -> None:
+    module = nn.Module()
+    module.proj = nn.Linear(2, 2, bias=False)
+    module.norm = nn.LayerNorm(2, bias=False)
+    module.register_parameter("predecessor_codebook", nn.Parameter(torch.zeros(2, 2)))
+    module.register_parameter("mask_embedding", nn.Parameter(torch.zeros(2)))
+    groups = parameter_groups(module, settings(weight_decay=0.1, mask_lr_scale=5.0, lr=1e-3))
+    by_name = {group["name"]: group for group in groups}
+    assert [len(group["params"]) for group in groups] == [1, 2, 1]
+    assert by_name["matrices"]["weight_decay"] == 0.1
+    assert by_name["no_decay"]["weight_decay"] == 0.0
+    assert by_name["mask_embedding"]["lr"] == pytest.approx(5e-3)

@@ -49,7 +49,9 @@ def find_gguf() -> tuple[Path, str]:
         ) from error
     found = [entry for entry in distribution.files or [] if entry.suffix == ".gguf"]
     if len(found) != 1:
-        raise FileNotFoundError(f"package {PACKAGE} holds {len(found)} GGUF files: exactly one is expected. Reinstall it.")
+        raise FileNotFoundError(
+            f"package {PACKAGE} holds {len(found)} GGUF files: exactly one is expected. Reinstall it."
+        )
     return Path(str(distribution.locate_file(found[0]))), distribution.version
 
 
@@ -79,9 +81,13 @@ def load_gguf_tokenizer(gguf: Path) -> PreTrainedTokenizerBase:
     )
     for token, expected in SPECIAL_IDS.items():
         if tokenizer.convert_tokens_to_ids(token) != expected:
-            raise ValueError(f"{gguf.name}: token {token} is not id {expected}. The file is another model; use {PACKAGE} 0.1.2.")
+            raise ValueError(
+                f"{gguf.name}: token {token} is not id {expected}. The file is another model; use {PACKAGE} 0.1.2."
+            )
     if tokenizer.chat_template is None:
-        raise ValueError(f"{gguf.name}: no chat template, so it cannot be prompted as a chat model. Use {PACKAGE} 0.1.2.")
+        raise ValueError(
+            f"{gguf.name}: no chat template, so it cannot be prompted as a chat model. Use {PACKAGE} 0.1.2."
+        )
     return tokenizer
 
 
@@ -141,15 +147,23 @@ def is_built(folder: Path, record: dict[str, Any]) -> bool:
         return False
     source = folder / SOURCE_FILE
     if not source.is_file():
-        raise FileExistsError(f"{folder} exists and was not made by this command (no {SOURCE_FILE}). Name another folder.")
+        raise FileExistsError(
+            f"{folder} exists and was not made by this command (no {SOURCE_FILE}). Name another folder."
+        )
     present = json.loads(source.read_text(encoding="utf-8"))
     files = present.pop("files")
     if present != record:
         changed = sorted(key for key in {*present, *record} if present.get(key) != record.get(key))
-        raise FileExistsError(f"{folder} was made from something else ({', '.join(changed)} differ). Remove it to rebuild.")
-    wrong = [name for name, size in files.items() if not (folder / name).is_file() or (folder / name).stat().st_size != size]
+        raise FileExistsError(
+            f"{folder} was made from something else ({', '.join(changed)} differ). Remove it to rebuild."
+        )
+    wrong = [
+        name for name, size in files.items() if not (folder / name).is_file() or (folder / name).stat().st_size != size
+    ]
     if wrong:
-        raise FileExistsError(f"{folder}: {', '.join(wrong)} missing or of another size. Remove the folder to rebuild it.")
+        raise FileExistsError(
+            f"{folder}: {', '.join(wrong)} missing or of another size. Remove the folder to rebuild it."
+        )
     return True
 
 

@@ -77,6 +77,7 @@ class ConversationStore:
         """Store rows as shard ``index``, whole or not at all."""
         import datasets
 
+        datasets.disable_progress_bars()
         path = self.path(index)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:

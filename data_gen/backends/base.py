@@ -1,0 +1,117 @@
+"""What a backend does for the two stages: answer prompts, and read the target's states for known tokens.
+
+Both calls take all the work at once and yield results as they finish, in any order, so that an engine stays full
+while finished shards go to disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from data_gen.cache.format import CacheIntegrityError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Heartbeat = Callable[[], None]  # called at least at every step of the engine, for progress output
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """Every sampling field that a backend gets; nothing is left to an engine's defaults."""
+
+    temperature: float
+    top_p: float
+    top_k: int  # 0 = off
+    max_tokens: int
+    stop_ids: list[int]
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """A prompt to answer."""
+
+    request_id: str
+    prompt_ids: list[int]
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """An answer as the engine returned it; the ending token, if there was one, included."""
+
+    request_id: str
+    completion_ids: list[int]
+    finish_reason: str  # stop | length
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureRequest:
+    """Known tokens whose states are wanted."""
+
+    request_id: str
+    input_ids: list[int] = field(repr=False)
+    first_teacher_row: int  # teacher rows are wanted from here on
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedStates:
+    """States of one request; the tokens are those that the engine itself reports having seen."""
+
+    request_id: str
+    input_ids: list[int] = field(repr=False)
+    tap_hidden: Tensor  # [S, T*H] bf16
+    teacher_ids: Tensor  # [S, k] int32
+    teacher_logprobs: Tensor  # [S, k] float16
+    teacher_log_normaliser: Tensor  # [S] float32
+    next_id: int  # the target's own greedy choice after the last token
+
+
+class GenerateBackend(Protocol):
+    """Answers prompts with the target."""
+
+    def generate(self, requests: Sequence[GenerationRequest], heartbeat: Heartbeat) -> Iterator[Completion]:
+        """Completions of all ``requests``, as they finish."""
+        ...
+
+    def close(self) -> None:
+        """Free the engine."""
+        ...
+
+
+class CaptureBackend(Protocol):
+    """Reads states of the target."""
+
+    def capture(self, requests: Sequence[CaptureRequest], heartbeat: Heartbeat) -> Iterator[CapturedStates]:
+        """States of all ``requests``, as they finish."""
+        ...
+
+    def close(self) -> None:
+        """Free the engine."""
+        ...
+
+
+def check_states(request: CaptureRequest, states: CapturedStates) -> None:
+    """Refuse states that do not belong to the request's tokens, whole and in order.
+
+    Raises:
+        CacheIntegrityError: other ids or another number of rows; nothing is padded or cut.
+    """
+    if states.input_ids != request.input_ids:
+        raise CacheIntegrityError(
+            f"{request.request_id}: the engine returned states of other tokens ({len(states.input_ids)} ids for "
+            f"{len(request.input_ids)}). Nothing was written; report this with the engine's version."
+        )
+    for name in ("tap_hidden", "teacher_ids", "teacher_logprobs", "teacher_log_normaliser"):
+        rows = getattr(states, name).shape[0]
+        if rows != len(request.input_ids):
+            raise CacheIntegrityError(
+                f"{request.request_id}: {name} has {rows} rows for {len(request.input_ids)} tokens. "
+                "Prefix caching in the engine gives this picture; it must be off."
+            )

@@ -1,0 +1,113 @@
+"""The target's folder: where it is, which model it holds, which tokens end an answer, single tensors out of it.
+
+``hash_target`` follows the rule of the trainer's own reader (``config.json`` and every safetensors file's name, size
+and header; for a Hub snapshot its commit and index), so that both name the same target by the same hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash2_train.config import ConfigError, TargetConfig, absolute
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WEIGHT_INDEX = "model.safetensors.index.json"
+NORM_NAMES = ("model.norm.weight", "model.language_model.norm.weight", "language_model.model.norm.weight")
+HEAD_NAMES = (
+    "lm_head.weight",
+    "language_model.lm_head.weight",
+    "model.lm_head.weight",
+    "model.language_model.lm_head.weight",
+)
+EMBEDDING_NAMES = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+)
+
+
+def find_target(target: TargetConfig) -> Path:
+    """The local folder, or the Hub snapshot of ``target.name`` at ``target.revision`` (downloaded whole).
+
+    Raises:
+        ConfigError: there is none; says how to make or name one.
+    """
+    folder = absolute(target.name)
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.exists() or target.setup or target.name.count("/") != 1 or target.name.startswith((".", "/", "~")):
+        hint = f"Make it with: {target.setup}" if target.setup else "Name a Hugging Face folder or a Hub id."
+        raise ConfigError(f"target.name={target.name!r}: {folder} is no model folder (no config.json). {hint}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(target.name, revision=target.revision))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"target.name={target.name!r}, target.revision={target.revision!r}: neither a folder nor to be had from "
+            f"the Hub ({type(error).__name__}). Check name, network and access."
+        ) from error
+
+
+def hash_target(folder: Path) -> str:
+    """Hex sha256 that names the model in ``folder``."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    if folder.parent.name == "snapshots":
+        digest.update(f"\0revision {folder.name}".encode())
+        if (folder / WEIGHT_INDEX).is_file():
+            digest.update((folder / WEIGHT_INDEX).read_bytes())
+        return digest.hexdigest()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"\0{path.name} {path.stat().st_size}\0".encode())
+        with open(path, "rb") as file:
+            digest.update(file.read(int.from_bytes(file.read(8), "little")))
+    return digest.hexdigest()
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return value
+
+
+def text_config(folder: Path) -> dict[str, Any]:
+    """``config.json``, or the text part of a multimodal one."""
+    raw = _json(folder / "config.json")
+    text: dict[str, Any] = raw.get("text_config", raw)
+    return text
+
+
+def end_ids(folder: Path) -> list[int]:
+    """Ids that end an answer, sorted: those of the generation settings and of the model's configuration.
+
+    Raises:
+        ConfigError: none is stated, so every answer would run into the token limit.
+    """
+    found: set[int] = set()
+    for part in (_json(folder / "generation_config.json"), text_config(folder), _json(folder / "config.json")):
+        stated = part.get("eos_token_id")
+        found.update(stated if isinstance(stated, list) else [] if stated is None else [stated])
+    if not found:
+        raise ConfigError(f"{folder}: no eos_token_id stated, so no answer would ever end. Add generation_config.json.")
+    return sorted(found)
+
+
+def load_first_tensor(folder: Path, names: tuple[str, ...]) -> Tensor | None:
+    """The first of ``names`` that the folder's safetensors hold, on the CPU; None if there is none."""
+    from safetensors import safe_open
+
+    index = _json(folder / WEIGHT_INDEX).get("weight_map", {})
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            present = set(file.keys()) if not index else {name for name, place in index.items() if place == path.name}
+            for name in names:
+                if name in present:
+                    tensor: Tensor = file.get_tensor(name)
+                    return tensor
+    return None

@@ -1,0 +1,235 @@
+"""vLLM as backend of both stages. The only module beside its two neighbours that imports vLLM.
+
+The engine runs in this process (no engine-core process) and is driven step by step, so that all requests are queued at
+once, the batch never drains between shards, and finished ones can be stored while others decode.
+
+On a CPU three settings differ. Compilation is off: it takes a C++ compiler and a minute, and gains little there.
+Chunked prefill is off while sampling: vLLM 0.32 rewinds the generator of a partly prefilled seeded request, which CPU
+generators cannot do, and fails. Top-p is applied by ``vllm_sampling`` instead of by a sort of the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM is imported: it reads this at import
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about features that are not used here
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import torch
+from safetensors import safe_open
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.inputs import TokensPrompt
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+
+from data_gen.backends.base import (
+    CapturedStates,
+    CaptureRequest,
+    Completion,
+    GenerationRequest,
+    Heartbeat,
+    SamplingSettings,
+)
+from data_gen.backends.head import TeacherHead, place_rows
+from data_gen.backends.vllm_connector import SCRATCH_KEY, STATES, STATES_FILE, TOKENS
+from data_gen.backends.vllm_sampling import NUCLEUS_KEY
+from dflash2_train.config import DataConfig, TargetConfig
+from dflash2_train.taps import vllm_layer_id
+
+logger = logging.getLogger(__name__)
+CPU_BATCH_TOKENS = 2048  # tokens of a prefill step on a CPU; more gains nothing there
+MAX_STEPS_WITHOUT_STATES = 64  # engine steps after which states that never come are an error
+
+
+def _engine_arguments(folder: Path, target: TargetConfig, data: DataConfig, max_model_len: int) -> dict[str, Any]:
+    """Arguments that both stages share."""
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,  # ids go in and come out
+        "dtype": target.dtype,
+        "trust_remote_code": target.trust_remote_code,
+        "tensor_parallel_size": target.tensor_parallel_size,
+        "max_model_len": max_model_len,
+        "max_num_seqs": data.max_num_seqs,
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+        "seed": data.sampling.seed,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if current_platform.is_cpu():
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": int(data.kv_cache_gib * 2**30)}
+        arguments["max_num_batched_tokens"] = max(CPU_BATCH_TOKENS, max_model_len)
+    else:
+        arguments["gpu_memory_utilization"] = data.gpu_memory_utilization
+    return arguments
+
+
+def _start(arguments: dict[str, Any]) -> LLMEngine:
+    logger.info("vLLM is loaded; starting its engine")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+    if current_platform.is_cpu():
+        # Small models reach vLLM's AMX kernels before anything has asked the system for the permission.
+        torch.cpu._init_amx()
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+def _stop(engine: LLMEngine) -> None:
+    engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+
+
+class VllmGenerator:
+    """Answers prompts; see :class:`data_gen.backends.base.GenerateBackend`."""
+
+    def __init__(self, folder: Path, target: TargetConfig, data: DataConfig, sampling: SamplingSettings) -> None:
+        arguments = _engine_arguments(folder, target, data, data.max_prompt_tokens + sampling.max_tokens)
+        self._own_top_p = current_platform.is_cpu() and sampling.top_p < 1.0 and sampling.temperature > 0
+        if current_platform.is_cpu():
+            arguments["enable_chunked_prefill"] = False
+        if self._own_top_p:
+            arguments["logits_processors"] = ["data_gen.backends.vllm_sampling:NucleusProcessor"]
+        self.engine = _start(arguments)
+        self._sampling = sampling
+
+    def parameters(self, seed: int) -> SamplingParams:
+        """Every field written out, for one request."""
+        sampling = self._sampling
+        return SamplingParams(
+            n=1,
+            temperature=sampling.temperature,
+            top_p=1.0 if self._own_top_p else sampling.top_p,
+            extra_args={NUCLEUS_KEY: sampling.top_p} if self._own_top_p else None,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            seed=seed,
+            max_tokens=sampling.max_tokens,
+            min_tokens=0,
+            stop_token_ids=list(sampling.stop_ids),
+            ignore_eos=False,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def generate(self, requests: Sequence[GenerationRequest], heartbeat: Heartbeat) -> Iterator[Completion]:
+        """Completions of all ``requests``, as they finish."""
+        for request in requests:
+            prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
+            self.engine.add_request(request.request_id, prompt, self.parameters(request.seed))
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                yield _completion(output)
+            heartbeat()
+
+    def close(self) -> None:
+        """Free the engine."""
+        _stop(self.engine)
+
+
+def _completion(output: RequestOutput) -> Completion:
+    answer = output.outputs[0]
+    return Completion(
+        request_id=output.request_id,
+        completion_ids=[int(token) for token in answer.token_ids],
+        finish_reason=str(answer.finish_reason),
+    )
+
+
+class VllmCapturer:
+    """Reads states through vLLM's ``extract_hidden_states``; see :class:`data_gen.backends.base.CaptureBackend`.
+
+    One more layer than the taps is asked for, the last one, from which the teacher follows. vLLM captures it before the
+    final norm, as it does for every layer.
+    """
+
+    def __init__(self, folder: Path, target: TargetConfig, data: DataConfig, taps: Sequence[int]) -> None:
+        self._slots = sorted({*taps, target.num_layers - 1})
+        self._taps = list(taps)
+        self._scratch = tempfile.TemporaryDirectory(prefix="dflash2-states-")  # goes with this object, also on an error
+        arguments = _engine_arguments(folder, target, data, data.max_prompt_tokens + data.sampling.max_tokens + 1)
+        arguments["speculative_config"] = {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {
+                "hf_config": {"eagle_aux_hidden_state_layer_ids": [vllm_layer_id(tap) for tap in self._slots]}
+            },
+        }
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "TapConnector",
+            "kv_connector_module_path": "data_gen.backends.vllm_connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {SCRATCH_KEY: self._scratch.name},
+        }
+        self.engine = _start(arguments)
+        if self.engine.vllm_config.cache_config.enable_prefix_caching:
+            raise RuntimeError("vLLM switched prefix caching on; captured states would be short. Use data.backend=hf.")
+        dtype = torch.bfloat16 if target.dtype == "bfloat16" else torch.float32
+        self._head = TeacherHead(folder, top_k=data.teacher_top_k, dtype=dtype)
+
+    def capture(self, requests: Sequence[CaptureRequest], heartbeat: Heartbeat) -> Iterator[CapturedStates]:
+        """States of all ``requests``, as they finish."""
+        parameters = SamplingParams(
+            temperature=0.0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        known = {request.request_id: request for request in requests}
+        for request in requests:
+            prompt = TokensPrompt(prompt_token_ids=request.input_ids)
+            self.engine.add_request(request.request_id, prompt, parameters.clone())
+        waiting: dict[str, RequestOutput] = {}  # finished requests whose states are not there yet
+        idle = 0
+        while self.engine.has_unfinished_requests() or waiting:
+            for output in self.engine.step():
+                waiting[output.request_id] = output
+            ready = [name for name, output in waiting.items() if _states_path(output).exists()]
+            idle = 0 if ready or self.engine.has_unfinished_requests() else idle + 1
+            if idle > MAX_STEPS_WITHOUT_STATES:
+                raise RuntimeError(f"vLLM finished {len(waiting)} requests but never handed over their states")
+            for name in ready:
+                yield self._collect(known[name], waiting.pop(name))
+            heartbeat()
+
+    def _collect(self, request: CaptureRequest, output: RequestOutput) -> CapturedStates:
+        path = _states_path(output)
+        with safe_open(path, framework="pt") as file:
+            states, token_ids = file.get_tensor(STATES), file.get_tensor(TOKENS)  # [S, slots, H], [S]
+        path.unlink()
+        length = states.shape[0]
+        taps = states[:, [self._slots.index(tap) for tap in self._taps]].reshape(length, -1)  # [S, T*H]
+        first = request.first_teacher_row
+        rows = place_rows(self._head.rows(states[first:, -1]), first, length)
+        return CapturedStates(
+            request_id=request.request_id,
+            input_ids=token_ids.tolist(),
+            tap_hidden=taps.to(torch.bfloat16),
+            teacher_ids=rows[0],
+            teacher_logprobs=rows[1],
+            teacher_log_normaliser=rows[2],
+            next_id=int(output.outputs[0].token_ids[0]),
+        )
+
+    def close(self) -> None:
+        """Free the engine and the scratch folder."""
+        _stop(self.engine)
+        self._scratch.cleanup()
+
+
+def _states_path(output: RequestOutput) -> Path:
+    """File that the connector announced for a finished request."""
+    announced = output.kv_transfer_params or {}
+    if STATES_FILE not in announced:
+        raise RuntimeError(
+            f"{output.request_id}: vLLM finished the request without keeping its states. Use data.backend=hf."
+        )
+    return Path(announced[STATES_FILE])

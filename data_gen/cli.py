@@ -1,0 +1,207 @@
+"""``dflash2-gen-data``: plan, regenerate, capture and verify the training data of an experiment.
+
+``stage=plan`` tells prompts, tokens and bytes and starts nothing; ``stage=all`` runs the three other stages in turn.
+Each stage continues where an earlier run stopped, and a finished one is left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dflash2_train.app import run_app
+from dflash2_train.config import RunConfig, absolute
+
+if TYPE_CHECKING:
+    from data_gen.cache.verify import VerifyReport
+    from data_gen.capture import CaptureTotals
+    from data_gen.regenerate import ConversationTotals, PreparedPrompts
+
+logger = logging.getLogger(__name__)
+LINE_EVERY_S = 8.0  # off a terminal, a line as often as this
+EXIT_FAULTS = 1  # verify found faults
+GIB = 2**30
+
+
+@dataclass(kw_only=True)
+class StageDisplay:
+    """Progress of one stage: a bar on a terminal, a line every few seconds elsewhere."""
+
+    title: str
+    total: int
+    before: int
+    bar: Progress | None = None
+    started: float = field(default_factory=time.monotonic)
+    _last: float = 0.0
+
+    def update(self, done: int, facts: str = "") -> None:
+        """``done`` units are finished."""
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=done, facts=facts)
+            return
+        now = time.monotonic()
+        if now - self._last < LINE_EVERY_S and done < self.total:
+            return
+        self._last = now
+        gone, fresh = now - self.started, done - self.before
+        left = f"{gone / fresh * (self.total - done):.0f} s left" if fresh else "time left unknown"
+        logger.info("%s %d/%d, %.0f s gone, %s, %s", self.title, done, self.total, gone, left, facts)
+
+
+@contextmanager
+def open_display(title: str, total: int, before: int) -> Iterator[StageDisplay]:
+    """A display that ends with the block."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield StageDisplay(title=title, total=total, before=before)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[facts]}"),
+    )
+    with Progress(*columns, console=console) as bar:
+        bar.add_task(title, total=total, completed=before, facts="")
+        yield StageDisplay(title=title, total=total, before=before, bar=bar)
+
+
+def _table(title: str, rows: list[tuple[str, str]]) -> None:
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in rows:
+        table.add_row(name, value)
+    Console(stderr=True).print(table)
+
+
+def _peak_memory() -> str:
+    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+
+
+def show_plan(config: RunConfig, prepared: PreparedPrompts) -> None:
+    """What would be made: prompts, tokens and bytes at most."""
+    from data_gen.capture import token_bytes
+
+    for line in prepared.plan.report.lines():
+        logger.info("%s", line)
+    sampling = config.data.sampling
+    answers = len(prepared.train) * sampling.repeats
+    prompt_tokens = sum(len(prompt.prompt_ids) for prompt in prepared.train) * sampling.repeats
+    most = prompt_tokens + answers * sampling.max_tokens
+    rows = [
+        ("training prompts", f"{len(prepared.train):,}"),
+        ("hold-out prompts", f"{len(prepared.holdout):,}"),
+        *((f"rejected: {reason}", f"{number:,}") for reason, number in sorted(prepared.rejected.items())),
+        ("answers", f"{answers:,}"),
+        ("prompt tokens", f"{prompt_tokens:,}"),
+        ("answer tokens, at most", f"{answers * sampling.max_tokens:,}"),
+        ("cache bytes a token", f"{token_bytes(config):,}"),
+        ("cache, at most", f"{most * token_bytes(config) / GIB:.2f} GiB"),
+    ]
+    _table(f"Plan of {config.name}", rows)
+
+
+def show_conversations(totals: ConversationTotals, prepared: PreparedPrompts) -> None:
+    """Summary of the regenerate stage."""
+    rate = totals.new_tokens / totals.seconds if totals.seconds else 0.0
+    rows = [
+        ("prompts answered", f"{totals.prompts:,}"),
+        ("answers", f"{totals.completions:,}"),
+        ("prompt tokens", f"{totals.prompt_tokens:,}"),
+        ("answer tokens", f"{totals.completion_tokens:,}"),
+        ("cut by max_tokens", f"{totals.cut / max(totals.completions, 1):.1%}"),
+        *((f"rejected prompts: {reason}", f"{number:,}") for reason, number in sorted(prepared.rejected.items())),
+        *((f"dropped: {reason}", f"{number:,}") for reason, number in sorted(totals.dropped.items())),
+        ("written by this run", f"{totals.new_completions:,} in {totals.seconds:.0f} s ({rate:.0f} tokens/s)"),
+        ("engine start", f"{totals.start_seconds:.0f} s"),
+        ("peak memory", _peak_memory()),
+    ]
+    _table("Conversations", rows)
+
+
+def show_capture(totals: CaptureTotals) -> None:
+    """Summary of the capture stage."""
+    rate = totals.tokens / totals.seconds if totals.seconds else 0.0
+    rows = [
+        ("samples of this run", f"{totals.samples:,}"),
+        ("tokens", f"{totals.tokens:,}"),
+        ("supervised", f"{totals.supervised:,} ({totals.supervised / max(totals.tokens, 1):.1%})"),
+        ("written", f"{totals.num_bytes / GIB:.3f} GiB in {totals.seconds:.0f} s ({rate:.0f} tokens/s)"),
+        ("teacher = engine's next token", f"{totals.next_equal} of {totals.samples}"),
+        ("shards that were there", f"{totals.skipped_shards:,}"),
+        ("engine start", f"{totals.start_seconds:.0f} s"),
+        ("peak memory", _peak_memory()),
+    ]
+    _table("Capture", rows)
+
+
+def show_verify(report: VerifyReport) -> None:
+    """Summary of the verify stage, faults first."""
+    for fault in report.faults:
+        logger.error("%s", fault)
+    shares = report.to_dict()
+    rows = [
+        ("shards", f"{report.shards:,}"),
+        ("samples", f"{report.samples:,}"),
+        ("tokens", f"{report.tokens:,}"),
+        ("supervised, with a teacher", f"{report.supervised:,}"),
+        ("size", f"{report.num_bytes / GIB:.3f} GiB"),
+        ("labels in the teacher's top-k", f"{shares['in_top_k_share']:.1%}"),
+        ("labels that are its first choice", f"{shares['argmax_share']:.1%}"),
+        ("equal samples", f"{report.duplicates:,}"),
+        ("faults", f"{len(report.faults):,}"),
+    ]
+    _table("Verify", rows)
+
+
+def gen_data(config: RunConfig) -> int:
+    """Run the stages that ``config.stage`` names; the exit code is 1 if verify found faults."""
+    stages = ("regenerate", "capture", "verify") if config.stage == "all" else (config.stage,)
+    if stages != ("verify",):
+        from data_gen.regenerate import prepare
+
+        if "regenerate" in stages or "plan" in stages:
+            prepared = prepare(config)
+            show_plan(config, prepared)
+    if "regenerate" in stages:
+        from data_gen.regenerate import regenerate
+
+        show_conversations(regenerate(config, prepared, open_display), prepared)
+    if "capture" in stages:
+        from data_gen.backends.folder import find_target
+        from data_gen.capture import capture
+
+        show_capture(capture(config, find_target(config.target), open_display))
+    if "verify" in stages:
+        from data_gen.cache.verify import verify_capture
+        from data_gen.capture import CAPTURE
+
+        report = verify_capture(absolute(config.data.root) / CAPTURE)
+        show_verify(report)
+        return EXIT_FAULTS if report.faults else 0
+    return 0
+
+
+def main() -> None:
+    """Console script."""
+    # Read when torch loads its threading library: threads that wait in a loop stall each other for minutes as soon as
+    # anything else runs on the machine's cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    run_app("dflash2-gen-data", gen_data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Regeneration: what the engine returned is what is stored; a rerun continues, and never under other settings."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_gen import regenerate as stage
+from data_gen.backends.base import Completion, GenerationRequest, Heartbeat, SamplingSettings
+from data_gen.backends.nucleus import keep_nucleus_
+from data_gen.cache.conversations import ConversationStore
+from data_gen.cache.format import CacheIntegrityError
+from dflash2_train.config import ConfigError, PromptSourceConfig, RunConfig, SamplingConfig
+from tests.toy_target import END, write_model, write_tokenizer
+
+PROMPTS, SHARD, MAX_TOKENS = 10, 4, 5
+
+
+class Silent:
+    def update(self, done: int, facts: str = "") -> None:
+        pass
+
+
+@contextlib.contextmanager
+def no_display(_title: str, _total: int, _before: int) -> Iterator[Silent]:
+    yield Silent()
+
+
+class StubBackend:
+    """Answers in reverse order; every third one is cut; dies after ``alive`` answers."""
+
+    def __init__(self, alive: int | None = None) -> None:
+        self.requests: list[GenerationRequest] = []
+        self.sampling: SamplingSettings | None = None
+        self.alive, self.closed = alive, False
+
+    def generate(self, requests: Sequence[GenerationRequest], heartbeat: Heartbeat) -> Iterator[Completion]:
+        self.requests += requests
+        for number, request in enumerate(requests[::-1] if self.alive is None else requests):
+            if number == self.alive:
+                raise KeyboardInterrupt
+            cut = request.seed % 3 == 0
+            ids = [7, 8, 9, 10, 11] if cut else [7, 8, END]
+            heartbeat()
+            yield Completion(
+                request_id=request.request_id, completion_ids=ids, finish_reason="length" if cut else "stop"
+            )
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_config: RunConfig) -> RunConfig:
+    target = tmp_path / "target"
+    write_tokenizer(target)
+    write_model(target)
+    for name, word, count in (("train", "w50", PROMPTS), ("holdout", "w60", 2)):
+        lines = [{"messages": [{"role": "user", "content": f"w{n} {word} w{n + 1}"}]} for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = dataclasses.replace(
+        tiny_config.data,
+        root=str(tmp_path / "data"),
+        train_prompts=[PromptSourceConfig(kind="jsonl", path=str(tmp_path / "train.jsonl"), license="mit")],
+        holdout_prompts=[PromptSourceConfig(kind="jsonl", path=str(tmp_path / "holdout.jsonl"), license="mit")],
+        sampling=SamplingConfig(max_tokens=MAX_TOKENS),
+        conversations_per_shard=SHARD,
+    )
+    named = dataclasses.replace(tiny_config.target, name=str(target))
+    return dataclasses.replace(tiny_config, data=data, target=named)
+
+
+def run(config: RunConfig, monkeypatch: pytest.MonkeyPatch, backend: StubBackend) -> stage.ConversationTotals:
+    def opened(_config: RunConfig, _folder: Path, sampling: SamplingSettings) -> StubBackend:
+        backend.sampling = sampling
+        return backend
+
+    monkeypatch.setattr(stage, "open_generator", opened)
+    return stage.regenerate(config, stage.prepare(config), no_display)
+
+
+def rows_of(config: RunConfig) -> dict[str, dict[str, object]]:
+    store = ConversationStore(Path(config.data.root))
+    return {row["row_id"]: row for index in store.shards() for row in store.read(index)}
+
+
+def with_sampling(config: RunConfig, **changes: object) -> RunConfig:
+    sampling = dataclasses.replace(config.data.sampling, **changes)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, sampling=sampling))
+
+
+def test_rows_keep_the_ids_of_the_engine_and_everything_needed_to_repeat_them(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = StubBackend()
+    totals = run(config, monkeypatch, backend)
+    rows = rows_of(config)
+    assert backend.closed
+    assert len(rows) == totals.completions == totals.new_completions == PROMPTS
+    by_id = {request.request_id: request for request in backend.requests}
+    for name, row in rows.items():
+        assert row["prompt_ids"] == by_id[name].prompt_ids
+        assert row["completion_ids"] in ([7, 8, END], [7, 8, 9, 10, 11])
+        assert row["seed"] == by_id[name].seed == stage.row_seed(0, str(row["prompt_id"]), 0)
+        assert (row["temperature"], row["top_p"], row["max_tokens"], row["stop_ids"]) == (1.0, 0.95, MAX_TOKENS, [END])
+        assert (row["license"], row["target"]) == ("mit", config.target.name)
+    assert len({request.seed for request in backend.requests}) == PROMPTS
+
+
+def test_cut_answers_are_counted_and_never_get_an_end_token(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    totals = run(config, monkeypatch, StubBackend())
+    cut = [row for row in rows_of(config).values() if row["finish_reason"] == "length"]
+    assert totals.cut == len(cut) > 0
+    assert all(END not in row["completion_ids"] and not row["dropped"] for row in cut)
+
+
+def test_the_drop_policy_marks_exactly_the_cut_rows(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, drop_cut=True))
+    totals = run(config, monkeypatch, StubBackend())
+    assert totals.dropped == {"cut by max_tokens": totals.cut}
+
+
+def test_a_finished_stage_starts_no_engine(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(config, monkeypatch, StubBackend())
+    monkeypatch.setattr(stage, "open_generator", lambda *_: pytest.fail("an engine was started"))
+    totals = stage.regenerate(config, stage.prepare(config), no_display)
+    assert (totals.completions, totals.new_completions) == (PROMPTS, 0)
+
+
+def test_a_run_that_died_is_continued_by_row_id_and_equals_an_uninterrupted_one(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(config, monkeypatch, StubBackend(alive=SHARD + 1))
+    kept = rows_of(config)
+    assert len(kept) == SHARD, "the finished shard is there, the unfinished one is not"
+    (tmp_path / "train.jsonl").write_text("".join(reversed((tmp_path / "train.jsonl").read_text().splitlines(True))))
+    second = StubBackend()
+    run(config, monkeypatch, second)
+    assert {request.request_id for request in second.requests}.isdisjoint(kept)
+    assert len(second.requests) == PROMPTS - SHARD
+    continued = rows_of(config)
+    elsewhere = dataclasses.replace(config, data=dataclasses.replace(config.data, root=str(tmp_path / "other")))
+    run(elsewhere, monkeypatch, StubBackend())
+    assert continued == rows_of(elsewhere)
+
+
+def test_a_torn_temporary_file_is_no_shard(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(config, monkeypatch, StubBackend())
+    torn = Path(config.data.root) / "conversations" / ".shard-00009.parquet.1.tmp"
+    torn.write_bytes(b"PAR1")
+    assert run(config, monkeypatch, StubBackend()).completions == PROMPTS
+    assert not torn.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"temperature": 0.5}, "sampling.temperature: 1.0 -> 0.5"),
+        ({"max_tokens": 9}, "sampling.max_tokens: 5 -> 9"),
+        ({"seed": 3}, "sampling.seed: 0 -> 3"),
+    ],
+)
+def test_other_settings_are_refused_with_the_difference(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], line: str
+) -> None:
+    run(config, monkeypatch, StubBackend())
+    with pytest.raises(CacheIntegrityError, match=line.replace(".", r"\.")):
+        run(with_sampling(config, **changes), monkeypatch, StubBackend())
+
+
+def test_more_repeats_add_rows_and_keep_the_old_ones(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(config, monkeypatch, StubBackend())
+    before = rows_of(config)
+    run(with_sampling(config, repeats=2), monkeypatch, StubBackend())
+    after = rows_of(config)
+    assert len(after) == 2 * PROMPTS
+    assert {name: after[name] for name in before} == before
+    seeds = {(row["prompt_id"], row["seed"]) for row in after.values()}
+    assert len(seeds) == 2 * PROMPTS, "a repeat has a seed of its own"
+
+
+def test_answers_of_prompts_that_are_gone_are_refused(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run(config, monkeypatch, StubBackend())
+    lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(lines[1:]))
+    with pytest.raises(ConfigError, match="1 answers on disk"):
+        run(config, monkeypatch, StubBackend())
+
+
+def test_the_holdout_is_stored_as_prompts_and_never_answered(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = StubBackend()
+    run(config, monkeypatch, backend)
+    lines = [json.loads(line) for line in (Path(config.data.root) / "holdout.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    assert all(line["prompt_ids"] and line["messages"] for line in lines)
+    asked = {tuple(request.prompt_ids) for request in backend.requests}
+    assert all(tuple(line["prompt_ids"]) not in asked for line in lines)
+    manifest = json.loads((Path(config.data.root) / "conversations" / "manifest.json").read_text())
+    assert len(manifest["content"]["holdout_hashes"]) == 2
+
+
+def test_prompts_beyond_the_limit_are_counted_with_the_reason(config: RunConfig) -> None:
+    short = dataclasses.replace(config, data=dataclasses.replace(config.data, max_prompt_tokens=2))
+    with pytest.raises(ConfigError, match="max_prompt_tokens=2"):
+        stage.prepare(short)
+
+
+def test_a_full_disk_is_refused_before_the_engine_starts(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "BYTES_A_ROW", 1 << 60)
+    monkeypatch.setattr(stage, "open_generator", lambda *_: pytest.fail("an engine was started"))
+    with pytest.raises(ConfigError, match=r"data\.root"):
+        stage.regenerate(config, stage.prepare(config), no_display)
+
+
+def sorted_nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The rule of the docstring by a full sort, in float64."""
+    shares = logits.double().softmax(dim=-1)
+    values, order = shares.sort(dim=-1, descending=True)
+    keep = values.cumsum(dim=-1) - values < top_p
+    return torch.zeros_like(keep).scatter(-1, order, keep)
+
+
+@pytest.mark.parametrize("spread", [0.5, 3.0, 12.0])
+@pytest.mark.parametrize("top_p", [0.1, 0.95, 0.999])
+def test_the_nucleus_equals_that_of_a_full_sort(spread: float, top_p: float) -> None:
+    """Flat rows need the widest pass, peaked ones the first."""
+    logits = torch.randn(8, 3000) * spread
+    kept = keep_nucleus_(logits.clone(), torch.full((8,), top_p))
+    expected = sorted_nucleus(logits, top_p)
+    differs = (kept.isfinite() != expected).sum(dim=-1)
+    assert int(differs.max()) <= 1, "rounding may move the boundary by one token"
+    assert torch.equal(kept[kept.isfinite()], logits[kept.isfinite()]), "what stays is unchanged"
+
+
+def test_rows_without_top_p_are_left_alone() -> None:
+    logits = torch.randn(3, 500)
+    kept = keep_nucleus_(logits.clone(), torch.tensor([1.0, 0.5, 1.0]))
+    assert torch.equal(kept[[0, 2]], logits[[0, 2]])
+    assert torch.equal(kept[1].isfinite(), sorted_nucleus(logits[1:2], 0.5)[0])

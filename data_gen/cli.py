@@ -9,18 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from dflash2_train.app import run_app
 from dflash2_train.config import RunConfig, absolute
+from dflash2_train.progress import ProgressReporter
 
 if TYPE_CHECKING:
     from data_gen.cache.verify import VerifyReport
@@ -28,54 +24,13 @@ if TYPE_CHECKING:
     from data_gen.regenerate import ConversationTotals, PreparedPrompts
 
 logger = logging.getLogger(__name__)
-LINE_EVERY_S = 8.0  # off a terminal, a line as often as this
 EXIT_FAULTS = 1  # verify found faults
 GIB = 2**30
 
 
-@dataclass(kw_only=True)
-class StageDisplay:
-    """Progress of one stage: a bar on a terminal, a line every few seconds elsewhere."""
-
-    title: str
-    total: int
-    before: int
-    bar: Progress | None = None
-    started: float = field(default_factory=time.monotonic)
-    _last: float = 0.0
-
-    def update(self, done: int, facts: str = "") -> None:
-        """``done`` units are finished."""
-        if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=done, facts=facts)
-            return
-        now = time.monotonic()
-        if now - self._last < LINE_EVERY_S and done < self.total:
-            return
-        self._last = now
-        gone, fresh = now - self.started, done - self.before
-        left = f"{gone / fresh * (self.total - done):.0f} s left" if fresh else "time left unknown"
-        logger.info("%s %d/%d, %.0f s gone, %s, %s", self.title, done, self.total, gone, left, facts)
-
-
-@contextmanager
-def open_display(title: str, total: int, before: int) -> Iterator[StageDisplay]:
-    """A display that ends with the block."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield StageDisplay(title=title, total=total, before=before)
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[facts]}"),
-    )
-    with Progress(*columns, console=console) as bar:
-        bar.add_task(title, total=total, completed=before, facts="")
-        yield StageDisplay(title=title, total=total, before=before, bar=bar)
+def open_display(title: str, total: int, before: int) -> ProgressReporter:
+    """The progress of one stage, ``before`` units of which were finished by earlier runs."""
+    return ProgressReporter(title, total, done=before)
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> None:

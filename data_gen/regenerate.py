@@ -25,12 +25,12 @@ from typing import Any, Protocol
 
 from data_gen.backends import open_generator
 from data_gen.backends.base import Completion, GenerateBackend, GenerationRequest, SamplingSettings
-from data_gen.backends.folder import end_ids, find_target, hash_target
+from data_gen.backends.folder import end_ids, find_target
 from data_gen.cache.conversations import ConversationStore
 from data_gen.chat import ChatRenderer, PromptRefusedError
 from data_gen.prompts import PromptPlan, PromptRecord, plan_prompts
 from dflash2_train.config import ConfigError, RunConfig, absolute
-from dflash2_train.provenance import atomic_write_text
+from dflash2_train.provenance import atomic_write_text, hash_model_folder
 
 logger = logging.getLogger(__name__)
 HOLDOUT_FILE = "holdout.jsonl"
@@ -126,7 +126,7 @@ def prepare(config: RunConfig) -> PreparedPrompts:
     content = {
         "target": config.target.name,
         "revision": config.target.revision,
-        "target_hash": hash_target(folder),
+        "target_hash": hash_model_folder(folder),
         "tokenizer_hash": renderer.tokenizer_hash,
         "chat_template_hash": renderer.template_hash,
         "enable_thinking": data.enable_thinking,

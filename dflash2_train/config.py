@@ -327,12 +327,14 @@ class TrainConfig:
     final_lr_ratio: float = 0.1
     warmup: float = 0.04  # share of the steps
     weight_decay: float = 0.0
-    mask_lr_scale: float = 1.0
+    mask_lr_scale: float = 1.0  # factor on lr of the mask embedding
+    gain_lr_scale: float = 1.0  # factor on lr of elementwise gains: norm weights and base kernels
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     grad_clip: float = 1.0
     zero_stage: int = 1
     init_layers: list[int] = field(default_factory=list)  # target layer each drafter layer starts from; empty = random
     init_tap_weights: list[float] = field(default_factory=list)  # fc starts as this sum of taps; empty = random
+    init_norm_scale: float = 1.0  # factor on the target's final norm; below 1 starts nearer to uniform logits
     warm_start: str | None = None  # exported DFlash 2 folder to start from
     save_every: int = 200  # steps
     keep_checkpoints: int = 2
@@ -380,6 +382,9 @@ class TrainConfig:
             "DeepSpeed has no bf16 with fp32 accumulation at stage 0",
             "Use train.zero_stage=1 (it works on one rank) or train.dtype=float32.",
         )
+        for key in ("init_norm_scale", "mask_lr_scale", "gain_lr_scale"):
+            value = getattr(self, key)
+            _require(value > 0, f"train.{key}", value, "is a factor and must be positive", "Use 1.0.")
         _require(0 < self.lr < 1, "train.lr", self.lr, "must lie in (0, 1)", "Use 6e-4.")
         _require(
             0 <= self.final_lr_ratio <= 1, "train.final_lr_ratio", self.final_lr_ratio, "must lie in [0, 1]", "Use 0.1."

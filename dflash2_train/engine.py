@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from dflash2_train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
-NO_DECAY = ("norm.weight", "_codebook", "mask_embedding", "base_kernel")
+GAINS = ("norm.weight", "base_kernel")  # elementwise factors; "norm.weight" ends every norm's name
 
 
 def build_deepspeed_config(train: TrainConfig, world_size: int) -> dict[str, Any]:
@@ -60,19 +60,30 @@ def learning_rate_factor(train: TrainConfig) -> Callable[[int], float]:
 
 
 def parameter_groups(module: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
-    """Optimizer groups: matrices with weight decay; norms, codebooks and kernels without; the mask embedding apart."""
-    decay, plain, mask = [], [], []
+    """Optimizer groups: matrices, alone with weight decay; codebooks; gains; the mask embedding.
+
+    Adam moves every element by about the rate. A matrix of elements near 0.02 changes its function within tens of
+    such steps, a gain near 1 hardly at all, hence a factor for the gains.
+    """
+    groups: dict[str, list[nn.Parameter]] = {"matrices": [], "codebooks": [], "gains": [], "mask_embedding": []}
     for name, parameter in module.named_parameters():
         if name.endswith("mask_embedding"):
-            mask.append(parameter)
-        elif name.endswith(NO_DECAY):
-            plain.append(parameter)
+            groups["mask_embedding"].append(parameter)
+        elif name.endswith(GAINS):
+            groups["gains"].append(parameter)
+        elif name.endswith("_codebook"):
+            groups["codebooks"].append(parameter)
         else:
-            decay.append(parameter)
+            groups["matrices"].append(parameter)
+    scales = {"gains": train.gain_lr_scale, "mask_embedding": train.mask_lr_scale}
     return [
-        {"params": decay, "lr": train.lr, "weight_decay": train.weight_decay, "name": "matrices"},
-        {"params": plain, "lr": train.lr, "weight_decay": 0.0, "name": "no_decay"},
-        {"params": mask, "lr": train.lr * train.mask_lr_scale, "weight_decay": 0.0, "name": "mask_embedding"},
+        {
+            "params": parameters,
+            "lr": train.lr * scales.get(name, 1.0),
+            "weight_decay": train.weight_decay if name == "matrices" else 0.0,
+            "name": name,
+        }
+        for name, parameters in groups.items()
     ]
 
 

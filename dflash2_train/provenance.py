@@ -18,6 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from dflash2_train.config import ConfigError
+
 RECORDED_PACKAGES = (
     "dflash2-train",
     "torch",
@@ -44,6 +46,40 @@ def sha256_file(path: Path) -> str:
 def sha256_json(value: Any) -> str:
     """Hex sha256 of a JSON value in canonical form (sorted keys, no spaces)."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def safetensors_header(path: Path) -> bytes:
+    """The JSON header of a safetensors file; its length stands in the first 8 bytes.
+
+    Raises:
+        ConfigError: the file is cut, or no safetensors file.
+    """
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if 0 < length < path.stat().st_size else b""
+    if not header.startswith(b"{"):
+        raise ConfigError(f"{path}: not a whole safetensors file. Fetch or make it again.")
+    return header
+
+
+def hash_model_folder(folder: Path) -> str:
+    """Identity of a model folder: hex sha256 over ``config.json`` and every safetensors file's name, size and header.
+
+    Headers list each tensor's name, dtype, shape and place, so reading the weights themselves is not needed to tell
+    two models apart. A folder of the Hub cache, which may hold no weights, counts its commit and index file in their
+    place.
+    """
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    if folder.parent.name == "snapshots":
+        digest.update(f"\0revision {folder.name}".encode())
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            digest.update(index.read_bytes())
+        return digest.hexdigest()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"\0{path.name} {path.stat().st_size}\0".encode())
+        digest.update(safetensors_header(path))
+    return digest.hexdigest()
 
 
 def fsync_path(path: Path) -> None:

@@ -10,7 +10,6 @@ Letters: V vocabulary (rows of the embedding), H hidden.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dflash2_train.config import ConfigError, TargetConfig, absolute
+from dflash2_train.provenance import hash_model_folder, safetensors_header
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ class TargetInfo:
     eos_token_ids: tuple[int, ...]  # of generation_config.json first, then of config.json, without repeats
     pad_token_id: int | None
     license: str  # as declared
-    target_hash: str  # hex sha256, see :func:`hash_folder`
+    target_hash: str  # hex sha256, see ``provenance.hash_model_folder``
     tie_word_embeddings: bool = False  # the head is the embedding
     final_norm_eps: float | None = None
     rope_theta: float | None = None  # of full attention, where layer types differ
@@ -92,31 +92,12 @@ def open_target_config(target: TargetConfig) -> TargetInfo:
         eos_token_ids=_eos_ids(layers, folder),
         pad_token_id=_first_id(layers, "pad_token_id"),
         license=target.license,
-        target_hash=hash_folder(folder),
+        target_hash=hash_model_folder(folder),
         tie_word_embeddings=bool(config.tie_word_embeddings),
         final_norm_eps=next((float(raw_text[key]) for key in _NORM_EPS_KEYS if key in raw_text), None),
         rope_theta=_rope_theta(raw_text, folder),
         revision=None if _is_local(target) else folder.name,
     )
-
-
-def hash_folder(folder: Path) -> str:
-    """Identity of a model folder: hex sha256 over ``config.json`` and every safetensors file's name, size and header.
-
-    Headers list each tensor's name, dtype, shape and place, so reading the weights themselves is not needed to tell
-    two models apart. A folder of the Hub cache, which may hold no weights, counts its commit and index file in their
-    place.
-    """
-    digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
-    if _is_hub_snapshot(folder):
-        digest.update(f"\0revision {folder.name}".encode())
-        if (folder / INDEX_FILE).is_file():
-            digest.update((folder / INDEX_FILE).read_bytes())
-        return digest.hexdigest()
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"\0{path.name} {path.stat().st_size}\0".encode())
-        digest.update(_header_bytes(path))
-    return digest.hexdigest()
 
 
 class TargetTensors:
@@ -180,7 +161,7 @@ class TargetTensors:
                 f"target.name={self._target.name!r}: {self._folder} holds no .safetensors file. "
                 + (_setup_hint(self._target) or "Convert the weights to safetensors.")
             )
-        headers = ((path.name, json.loads(_header_bytes(path))) for path in paths)
+        headers = ((path.name, json.loads(safetensors_header(path))) for path in paths)
         return {name: file for file, header in headers for name in header if name != "__metadata__"}
 
     def _locate(self, file: str) -> Path:
@@ -341,10 +322,6 @@ def _is_local(target: TargetConfig) -> bool:
     return absolute(name).is_dir() or bool(target.setup) or name.startswith((".", "/", "~")) or name.count("/") != 1
 
 
-def _is_hub_snapshot(folder: Path) -> bool:
-    return folder.parent.name == "snapshots"
-
-
 def _metadata_folder(target: TargetConfig) -> Path:
     """The folder with config and tokenizer: the local one, or the Hub cache's, fetched without weights.
 
@@ -466,16 +443,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: holds {type(value).__name__}, not an object. Fetch the file again.")
     return value
-
-
-def _header_bytes(path: Path) -> bytes:
-    """The JSON header of a safetensors file: its length stands in the first 8 bytes."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = file.read(length) if 0 < length < path.stat().st_size else b""
-    if not header.startswith(b"{"):
-        raise ConfigError(f"{path}: not a whole safetensors file. Fetch or make it again.")
-    return header
 
 
 def _first_line(error: Exception) -> str:

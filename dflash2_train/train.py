@@ -401,6 +401,8 @@ def warm_drafter(folder: str, shape: DrafterShape) -> Drafter:
 
 def fresh_drafter(config: RunConfig, shape: DrafterShape, frozen: FrozenHead) -> Drafter:
     """A new drafter: random, with layers, norm, tap sum and mask vector from the target where the config says so."""
+    import torch
+
     from dflash2_train.model.drafter import Drafter
     from dflash2_train.model.initialise import fc_from_taps, initialise
     from dflash2_train.target import TargetTensors
@@ -412,6 +414,8 @@ def fresh_drafter(config: RunConfig, shape: DrafterShape, frozen: FrozenHead) ->
     tensors = TargetTensors(config.target)
     layers = dict(enumerate(config.train.init_layers))
     initialise(drafter, tensors.__getitem__, layers, prefix=tensors.decoder_prefix())
+    with torch.no_grad():
+        drafter.norm.weight.mul_(config.train.init_norm_scale)
     return drafter
 
 

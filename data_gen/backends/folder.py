@@ -1,12 +1,7 @@
-"""The target's folder: where it is, which model it holds, which tokens end an answer, single tensors out of it.
-
-``hash_target`` follows the rule of the trainer's own reader (``config.json`` and every safetensors file's name, size
-and header; for a Hub snapshot its commit and index), so that both name the same target by the same hash.
-"""
+"""The target's folder: where it is, which tokens end an answer, single tensors out of it."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,21 +47,6 @@ def find_target(target: TargetConfig) -> Path:
             f"target.name={target.name!r}, target.revision={target.revision!r}: neither a folder nor to be had from "
             f"the Hub ({type(error).__name__}). Check name, network and access."
         ) from error
-
-
-def hash_target(folder: Path) -> str:
-    """Hex sha256 that names the model in ``folder``."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    if folder.parent.name == "snapshots":
-        digest.update(f"\0revision {folder.name}".encode())
-        if (folder / WEIGHT_INDEX).is_file():
-            digest.update((folder / WEIGHT_INDEX).read_bytes())
-        return digest.hexdigest()
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"\0{path.name} {path.stat().st_size}\0".encode())
-        with open(path, "rb") as file:
-            digest.update(file.read(int.from_bytes(file.read(8), "little")))
-    return digest.hexdigest()
 
 
 def _json(path: Path) -> dict[str, Any]:

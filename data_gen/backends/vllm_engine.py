@@ -68,6 +68,9 @@ def _engine_arguments(folder: Path, target: TargetConfig, data: DataConfig, max_
     }
     if current_platform.is_cpu():
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": int(data.kv_cache_gib * 2**30)}
+        # Eager mode leaves norms and activations to chains of plain torch operations, a third of a decoding step;
+        # vLLM's own CPU kernels for them have to be asked for.
+        arguments["compilation_config"] = {"custom_ops": ["+rms_norm", "+silu_and_mul"]}
         arguments["max_num_batched_tokens"] = max(CPU_BATCH_TOKENS, max_model_len)
     else:
         arguments["gpu_memory_utilization"] = data.gpu_memory_utilization

@@ -19,10 +19,7 @@ LAYERS, HIDDEN, MAX_TOKENS = 4, 128, 8
 TAPS = [0, 2, 3]
 PROMPTS = [[0, 7 + n, 8, 9 + n, *range(20, 20 + 3 * n)] for n in range(7)]  # more than fit a batch of 3
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -44,9 +44,12 @@ def test_every_parameter_is_in_one_group_and_codebooks_norms_and_mask_do_not_dec
     module.norm = nn.LayerNorm(2, bias=False)
     module.register_parameter("predecessor_codebook", nn.Parameter(torch.zeros(2, 2)))
     module.register_parameter("mask_embedding", nn.Parameter(torch.zeros(2)))
-    groups = parameter_groups(module, settings(weight_decay=0.1, mask_lr_scale=5.0, lr=1e-3))
-    by_name = {group["name"]: group for group in groups}
-    assert [len(group["params"]) for group in groups] == [1, 2, 1]
-    assert by_name["matrices"]["weight_decay"] == 0.1
-    assert by_name["no_decay"]["weight_decay"] == 0.0
-    assert by_name["mask_embedding"]["lr"] == pytest.approx(5e-3)
+    groups = parameter_groups(module, settings(weight_decay=0.1, mask_lr_scale=5.0, gain_lr_scale=3.0, lr=1e-3))
+    assert {group["name"]: len(group["params"]) for group in groups} == {
+        "matrices": 1,
+        "codebooks": 1,
+        "gains": 1,
+        "mask_embedding": 1,
+    }
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.0, 0.0]
+    assert [group["lr"] for group in groups] == pytest.approx([1e-3, 1e-3, 3e-3, 5e-3])

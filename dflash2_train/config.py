@@ -323,6 +323,8 @@ class TrainConfig:
     rows: int = MISSING  # packed rows a rank and micro-step
     accumulation: int = 1
     anchors_per_document: int = 512  # at most; drawn from (seed, epoch, sample id)
+    short_block_size: int | None = None  # block size of the windows that train short blocks; None = all are whole
+    short_block_share: float = 0.0  # share of windows with short blocks, drawn from (seed, window)
     lr: float = 6e-4
     final_lr_ratio: float = 0.1
     warmup: float = 0.04  # share of the steps
@@ -335,6 +337,7 @@ class TrainConfig:
     init_layers: list[int] = field(default_factory=list)  # target layer each drafter layer starts from; empty = random
     init_tap_weights: list[float] = field(default_factory=list)  # fc starts as this sum of taps; empty = random
     init_norm_scale: float = 1.0  # factor on the target's final norm; below 1 starts nearer to uniform logits
+    init_recent_gain: float = 0.0  # layer 0 starts as a look at the newest context, this sharp; 0 = random
     warm_start: str | None = None  # exported DFlash 2 folder to start from
     save_every: int = 200  # steps
     keep_checkpoints: int = 2
@@ -381,6 +384,24 @@ class TrainConfig:
             0,
             "DeepSpeed has no bf16 with fp32 accumulation at stage 0",
             "Use train.zero_stage=1 (it works on one rank) or train.dtype=float32.",
+        )
+        short = self.short_block_size
+        _require(
+            short is None or 2 <= short < drafter.block_size,
+            "train.short_block_size",
+            short,
+            f"must lie between 2 and drafter.block_size - 1 = {drafter.block_size - 1}",
+            "Leave it null to train whole blocks only.",
+        )
+        _require(
+            0 <= self.short_block_share < 1 and (short is not None or self.short_block_share == 0),
+            "train.short_block_share",
+            self.short_block_share,
+            "is a share below 1 and needs train.short_block_size",
+            "Use 0, or set both.",
+        )
+        _require(
+            self.init_recent_gain >= 0, "train.init_recent_gain", self.init_recent_gain, "must be at least 0", "Use 0."
         )
         for key in ("init_norm_scale", "mask_lr_scale", "gain_lr_scale"):
             value = getattr(self, key)

@@ -11,6 +11,8 @@ multiplies by both (see :mod:`dflash2_train.objective`).
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import math
 import os
@@ -117,7 +119,8 @@ class TrainEngine:
             fused=True,
         )
         factor = learning_rate_factor(train)
-        with warnings.catch_warnings():
+        # DeepSpeed prints its memory use at every sub-step of this call, whatever its log level.
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore", FutureWarning)
             self._engine, *_ = deepspeed.initialize(
                 model=module,

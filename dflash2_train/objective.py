@@ -81,7 +81,7 @@ class Objective(nn.Module):
 
         Args:
             batch: B rows of S tokens; tap states in the training dtype.
-            blocks: their A blocks a row.
+            blocks: their A blocks a row, of the drafter's block size or shorter.
             denominator: D, scalar fp32.
             scale: world size times accumulation.
             selector_ramp: factor 0..1 on the selector's weight.
@@ -106,10 +106,10 @@ class Objective(nn.Module):
             block_valid=blocks.block_valid,
             position_ids=batch.position_ids,
             document_ids=batch.document_ids,
-            block_size=shape.block_size,
+            block_size=blocks.block_ids.shape[-1],
         )
         hidden = self.drafter(embedded, context, blocks.block_position_ids, batch.position_ids, visible)
-        weights = position_weights(shape.num_drafted, self.loss.gamma, hidden.device)  # [K]
+        weights = position_weights(supervised.shape[-1], self.loss.gamma, hidden.device)  # [K]
         return _Slots(
             hidden=hidden[:, :, 1:][supervised],  # [B, A, W, H] without the anchor's slot -> [N, H]
             target_ids=blocks.target_ids[supervised],
@@ -176,7 +176,8 @@ class Objective(nn.Module):
         """Mean accepted drafts a block, of the unary choice and of the walked path, over the first blocks."""
         supervised = blocks.supervised.flatten(0, 1)  # [B * A, K]
         chosen = supervised[:, 0].nonzero().squeeze(-1)[:WALKED_BLOCKS]  # [n] blocks with a first label
-        if len(chosen) == 0:  # the names must be there on every rank, or the sums of ranks do not line up
+        whole = blocks.block_ids.shape[-1] == self.drafter.shape.block_size  # short ones would lower the mean
+        if len(chosen) == 0 or not whole:  # the names must be there on every rank, or the sums of ranks do not line up
             sums.add("selector_path", 0.0, 0.0)
             sums.add("unary_path", 0.0, 0.0)
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 EXIT_STOPPED = 143  # left in good order before the last step (SIGTERM, train.max_seconds)
+INIT_SAMPLES = 64  # cached samples whose states shape the start of layer 0
 # Settings that may change between two starts of one run: they shape where and how often, not what is learned.
 FREE_TO_CHANGE = (
     "output_dir",
@@ -188,7 +190,7 @@ class TrainingRun:
         if rank == 0 and found is None:
             attested = attest(reader, config.target, config.drafter, config.data)
         self.loader = build_loader(config, reader, rank=rank, world_size=world_size)
-        self.objective = build_objective(config)
+        self.objective = build_objective(config, reader)
         self.engine = TrainEngine(self.objective, config.train)
         self.objective.frozen.to(self.engine.device, self.dtype)
         self.progress = Progress(run_id=f"{config.name}-{os.urandom(4).hex()}")
@@ -247,9 +249,8 @@ class TrainingRun:
 
         engine, progress, shape = self.engine, self.progress, self.objective.drafter.shape
         batches = [batch.to(engine.device, self.dtype) for batch in self.loader.window(progress.rows_consumed)]
-        blocks = [
-            build_blocks(batch, block_size=shape.block_size, mask_token_id=shape.mask_token_id) for batch in batches
-        ]
+        block_size = window_block_size(self.config, progress.step)
+        blocks = [build_blocks(batch, block_size=block_size, mask_token_id=shape.mask_token_id) for batch in batches]
         denominator = torch.stack([self.objective.window_weight(block) for block in blocks]).sum()
         denominator = engine.all_reduce_sum(denominator)
         ramp_steps = self.config.loss.selector_ramp * self.config.train.steps
@@ -333,6 +334,19 @@ class TrainingRun:
         )
 
 
+def window_block_size(config: RunConfig, step: int) -> int:
+    """Block size of one window: the drafter's own, or the short one for a share of the windows.
+
+    A short block costs less and spends it where a young drafter can gain, on the first slots; the whole blocks among
+    them keep the later slots trained. Drawn from (seed, window), so that ranks agree and a resume repeats it.
+    """
+    short = config.train.short_block_size
+    if short is None:
+        return config.drafter.block_size
+    draw = random.Random(f"block/{config.train.seed}/{step}").random()  # noqa: S311 - a schedule, not a secret
+    return short if draw < config.train.short_block_share else config.drafter.block_size
+
+
 def facts(values: dict[str, float]) -> str:
     """The few numbers worth a look while it runs."""
     shown = [f"loss {values['loss']:.3f}"] if "loss" in values else ["step dropped"]
@@ -366,7 +380,7 @@ def build_loader(config: RunConfig, reader: CaptureReader, *, rank: int, world_s
     )
 
 
-def build_objective(config: RunConfig) -> Objective:
+def build_objective(config: RunConfig, reader: CaptureReader) -> Objective:
     """Drafter (warm from an export, or fresh with what the target lends) and frozen tables, on the CPU."""
     from dflash2_train.model.drafter_config import DrafterShape
     from dflash2_train.objective import Objective
@@ -377,7 +391,7 @@ def build_objective(config: RunConfig) -> Objective:
     if config.train.warm_start is not None:
         drafter = warm_drafter(config.train.warm_start, shape)
     else:
-        drafter = fresh_drafter(config, shape, frozen)
+        drafter = fresh_drafter(config, shape, frozen, reader)
     return Objective(drafter, frozen, config.loss)
 
 
@@ -399,12 +413,12 @@ def warm_drafter(folder: str, shape: DrafterShape) -> Drafter:
     return drafter
 
 
-def fresh_drafter(config: RunConfig, shape: DrafterShape, frozen: FrozenHead) -> Drafter:
-    """A new drafter: random, with layers, norm, tap sum and mask vector from the target where the config says so."""
+def fresh_drafter(config: RunConfig, shape: DrafterShape, frozen: FrozenHead, reader: CaptureReader) -> Drafter:
+    """A new drafter: random, with what the config takes from the target and from the cached states."""
     import torch
 
     from dflash2_train.model.drafter import Drafter
-    from dflash2_train.model.initialise import fc_from_taps, initialise
+    from dflash2_train.model.initialise import fc_from_taps, initialise, look_at_recent
     from dflash2_train.target import TargetTensors
 
     drafter = Drafter(shape)
@@ -416,6 +430,10 @@ def fresh_drafter(config: RunConfig, shape: DrafterShape, frozen: FrozenHead) ->
     initialise(drafter, tensors.__getitem__, layers, prefix=tensors.decoder_prefix())
     with torch.no_grad():
         drafter.norm.weight.mul_(config.train.init_norm_scale)
+        if config.train.init_recent_gain > 0:
+            samples = [reader.read(index).tap_hidden for index in range(min(INIT_SAMPLES, len(reader)))]
+            context = drafter.encode_context(torch.cat(samples).float())  # [tokens, H]
+            look_at_recent(drafter, context, config.train.init_recent_gain)
     return drafter
 
 

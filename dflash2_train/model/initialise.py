@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash2_train.config import ConfigError
 from dflash2_train.model.drafter import Drafter
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,9 @@ LAYER_TENSORS = (
     "mlp.down_proj.weight",
 )
 _OPTIONAL = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}  # Llama has none; the drafter's stay at one
+
+SLOWEST_ANGLE = 0.05  # radians a token; slower pairs of a rotation hardly tell neighbours apart
+KEPT_NOISE = 0.1  # share of the random start that look_at_recent leaves in place
 
 TargetState = Mapping[str, Tensor] | Callable[[str], Tensor]
 
@@ -113,3 +117,61 @@ def fc_from_taps(drafter: Drafter, weights: Sequence[float]) -> None:
     blocks = drafter.fc.weight.zero_().unflatten(1, (drafter.shape.num_taps, -1))  # [H, T, H]
     for tap, weight in enumerate(weights):
         blocks[:, tap].fill_diagonal_(weight)
+
+
+@torch.no_grad()
+def look_at_recent(drafter: Drafter, context: Tensor, gain: float) -> None:
+    """Start layer 0 as a look at the newest context tokens, whose states pass on unchanged.
+
+    What comes next hangs first of all on the target's newest states. From random weights, attention takes most of a
+    short run to find them among a hundred equal keys; here it starts there and learns on.
+
+    Residual streams carry a large constant part in a few channels. Keys read it (``context @ u`` is 1 on average) and
+    queries read the mask vector, so both start as one constant vector, set in the rotation's quick pairs alone:
+
+        score(distance) = gain * D / n * sum over n pairs f of cos(angle_f * distance)      highest at distance 0
+
+    Values and output are identities over as many channels as the key heads hold. The block's own keys lack the
+    constant part (its channels are cut from the input norm) and score near zero. A tenth of the random start stays
+    everywhere, so that heads can part.
+
+    Args:
+        drafter: changed in place; ``fc`` and ``mask_embedding`` must have their start.
+        context: [N, H] encoded states of real text, fp32.
+        gain: sharpness; 2 prefers a token to the one before it by about one nat.
+
+    Raises:
+        ConfigError: the context has no constant part to read; names the key that switches this start off.
+    """
+    shape, layer = drafter.shape, drafter.layers[0]
+    attention = layer.self_attn
+    mean = context.mean(0)  # [H]
+    channels = mean.abs().topk(max(4, shape.hidden_size // 48)).indices
+    reader = torch.zeros_like(mean)
+    reader[channels] = mean[channels]
+    reader /= reader.square().sum()
+    spread = float((context @ reader).std())
+    if not spread < 0.5:
+        raise ConfigError(
+            f"train.init_recent_gain={gain}: the cached states have no constant part to start from (relative spread "
+            f"{spread:.2f}, limit 0.5). Set it to 0."
+        )
+    layer.input_layernorm.weight[channels] = 0.0
+    mask = drafter.mask_embedding
+    normed = mask * mask.square().mean().rsqrt() * layer.input_layernorm.weight  # [H], what a mask slot's query reads
+    half = shape.head_dim // 2
+    angles = shape.rope_theta ** -(torch.arange(half) / half)  # radians a token
+    constant = torch.zeros(shape.head_dim)
+    constant[:half][angles > SLOWEST_ANGLE] = 1.0
+    for projection, source in ((attention.q_proj, normed / normed.square().sum()), (attention.k_proj, reader)):
+        heads = projection.weight.mul_(KEPT_NOISE).unflatten(0, (-1, shape.head_dim))  # [heads, D, H]
+        heads.add_(torch.outer(constant, source))
+    attention.q_norm.weight.fill_(gain**0.5)
+    attention.k_norm.weight.fill_(gain**0.5)
+    width = min(shape.num_kv_heads * shape.head_dim, shape.hidden_size)
+    attention.v_proj.weight.mul_(KEPT_NOISE)[:width, :width].fill_diagonal_(1.0)
+    # The first query head of each key head writes that head's channels back.
+    group = shape.num_heads // shape.num_kv_heads
+    columns = attention.o_proj.weight.mul_(KEPT_NOISE).unflatten(1, (shape.num_kv_heads, group, shape.head_dim))
+    for channel in range(width):
+        columns[channel, channel // shape.head_dim, 0, channel % shape.head_dim] = 1.0

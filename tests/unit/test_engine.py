@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from dflash2_train.config import TrainConfig
+from dflash2_train.config import RunConfig, TrainConfig
 from dflash2_train.engine import build_deepspeed_config, learning_rate_factor, parameter_groups
+from dflash2_train.train import window_block_size
 
 
 def settings(**changes: object) -> TrainConfig:
@@ -53,3 +54,15 @@ def test_every_parameter_is_in_one_group_and_codebooks_norms_and_mask_do_not_dec
     }
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.0, 0.0]
     assert [group["lr"] for group in groups] == pytest.approx([1e-3, 1e-3, 3e-3, 5e-3])
+
+
+def test_short_blocks_take_their_share_of_windows_and_a_resume_repeats_the_draw(tiny_config: RunConfig) -> None:
+    tiny_config.train.short_block_size, tiny_config.train.short_block_share = 2, 0.75
+    sizes = [window_block_size(tiny_config, step) for step in range(2000)]
+    assert sizes == [window_block_size(tiny_config, step) for step in range(2000)]
+    assert set(sizes) == {2, tiny_config.drafter.block_size}
+    assert 0.7 < sizes.count(2) / len(sizes) < 0.8
+
+
+def test_without_a_short_size_every_window_trains_whole_blocks(tiny_config: RunConfig) -> None:
+    assert {window_block_size(tiny_config, step) for step in range(50)} == {tiny_config.drafter.block_size}

@@ -24,6 +24,7 @@ from dflash2_train.config import RunConfig, UserError, load_config
 
 EXIT_FAULT = 2
 EXIT_INTERRUPTED = 130
+LOG_WIDTH = 160
 
 
 def config_root() -> str:
@@ -41,7 +42,10 @@ def register_schema() -> None:
 def set_up_logging() -> None:
     """Log to the console through rich: this project's INFO, everyone else's WARNING. Rank 0 only, others errors."""
     first = os.environ.get("RANK", "0") == "0"
-    handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S")
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console = Console(stderr=True, width=LOG_WIDTH)  # a file has no width; 80 columns would break most lines
+    handler = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S")
     logging.basicConfig(level=logging.WARNING if first else logging.ERROR, format="%(message)s", handlers=[handler])
     for name in ("dflash2_train", "data_gen"):
         logging.getLogger(name).setLevel(logging.INFO if first else logging.ERROR)

@@ -16,7 +16,7 @@ import torch
 from data_gen.cache.format import CacheIntegrityError
 from data_gen.cache.reader import CaptureReader
 from dflash2_train.config import DataConfig, DrafterConfig, TargetConfig
-from dflash2_train.taps import hf_hidden_state_index
+from dflash2_train.runner.target_session import TargetSession
 from dflash2_train.target import load_target_model
 
 logger = logging.getLogger(__name__)
@@ -50,12 +50,11 @@ def compare_taps(reader: CaptureReader, target: TargetConfig, taps: list[int], m
         if tokens >= min_tokens:
             break
         sample = reader.read(index)
-        states = model(input_ids=sample.input_ids[None].long(), output_hidden_states=True).hidden_states
-        width = sample.tap_hidden.shape[1] // len(taps)
-        for slot, tap in enumerate(taps):
-            fresh = states[hf_hidden_state_index(tap)][0].float()  # [S, H]
-            cached = sample.tap_hidden[:, slot * width : (slot + 1) * width].float()  # [S, H]
-            errors.append((cached - fresh).norm(dim=-1) / fresh.norm(dim=-1).clamp_min(1e-6))
+        with TargetSession(model, taps) as session:
+            states = session.forward(sample.input_ids.long(), num_logit_rows=1).tap_hidden
+        fresh = states.float().unflatten(-1, (len(taps), -1))  # [S, T, H]
+        cached = sample.tap_hidden.float().unflatten(-1, (len(taps), -1))  # [S, T, H]
+        errors.append(((cached - fresh).norm(dim=-1) / fresh.norm(dim=-1).clamp_min(1e-6)).flatten())
         tokens += len(sample.input_ids)
     error = float(torch.cat(errors).median())
     if not error <= MAX_RELATIVE_ERROR:
@@ -66,11 +65,20 @@ def compare_taps(reader: CaptureReader, target: TargetConfig, taps: list[int], m
     return tokens, error
 
 
-def label_agreement(reader: CaptureReader) -> tuple[float, float]:
-    """Shares of supervised tokens (in the teacher's top-k, equal to its first choice) over the first samples."""
+def label_agreement(reader: CaptureReader, mask_token_id: int) -> tuple[float, float]:
+    """Shares of supervised tokens (in the teacher's top-k, equal to its first choice) over the first samples.
+
+    Raises:
+        CacheIntegrityError: the mask token stands in the text, where the drafter could not tell it from a mask.
+    """
     inside = first = total = 0
     for index in range(min(AGREEMENT_SAMPLES, len(reader))):
         sample = reader.read(index)
+        if bool((sample.input_ids == mask_token_id).any()):
+            raise CacheIntegrityError(
+                f"drafter.mask_token_id={mask_token_id} occurs in the text of sample {sample.sample_id}. "
+                "Choose a reserved token that the target never writes."
+            )
         supervised = sample.loss_mask[1:].bool()  # label i + 1 belongs to teacher row i
         hits = sample.teacher_ids[:-1][supervised] == sample.input_ids[1:][supervised][:, None]
         inside += int(hits.any(-1).sum())
@@ -85,7 +93,7 @@ def attest(reader: CaptureReader, target: TargetConfig, drafter: DrafterConfig, 
     Raises:
         CacheIntegrityError: tap states beyond rounding, or agreement under ``data.min_agreement``.
     """
-    inside, first = label_agreement(reader)
+    inside, first = label_agreement(reader, drafter.mask_token_id)
     if inside < data.min_agreement:
         raise CacheIntegrityError(
             f"only {inside:.1%} of the supervised tokens lie in the teacher's top-{data.teacher_top_k}, below "

@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -60,7 +60,6 @@ class Progress:
     attempt: int = 1
     run_id: str = ""
     bad_in_a_row: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def fingerprint(config: RunConfig, cache_fingerprint: str) -> dict[str, Any]:
@@ -107,6 +106,7 @@ def train(config: RunConfig) -> int:
     """Run or continue the training of ``config`` and export its result."""
     from data_gen.cache.reader import CaptureReader
     from dflash2_train.checkpoint import check_resumable, newest_checkpoint
+    from dflash2_train.export.run import check_exportable
 
     output = absolute(config.train.output_dir)
     if os.environ.get("RANK", "0") != "0":
@@ -114,6 +114,7 @@ def train(config: RunConfig) -> int:
     with only_run_in(output):
         reader = CaptureReader(absolute(config.data.root) / "capture")
         check_cache(reader, config)
+        check_exportable(config)
         done = newest_checkpoint(output)
         if done is not None and done.step >= config.train.steps:
             check_resumable(done, fingerprint(config, reader.manifest.fingerprint), done.world_size)

@@ -40,6 +40,19 @@ find_python() {
 
 digest() { sha256sum | cut -d ' ' -f 1; }
 
+# pip is silent for minutes while it unpacks; say now and then that it is at work.
+with_heartbeat() {
+    local waited=0 pid
+    "$@" &
+    pid=$!
+    while kill -0 "$pid" 2>/dev/null; do
+        sleep 1
+        waited=$((waited + 1))
+        if [ $((waited % 8)) = 0 ]; then echo "setup: pip is at work, $waited s"; fi
+    done
+    wait "$pid"
+}
+
 if [ "$force_cpu" = 0 ] && command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then
     kind=gpu
 else
@@ -65,12 +78,12 @@ else
     echo "setup: installing the $kind packages; this takes 5 to 15 minutes the first time"
     rm -f .venv/packages.sha256 .venv/project.sha256
     if [ "$kind" = cpu ]; then
-        "${pip[@]}" install torch==2.13.0 # with its dependencies: none but small ones for a CPU build
-        "${pip[@]}" install --no-deps -r launch/requirements/lock-cpu.txt
+        with_heartbeat "${pip[@]}" install torch==2.13.0 # with its dependencies: none but small ones for a CPU build
+        with_heartbeat "${pip[@]}" install --no-deps -r launch/requirements/lock-cpu.txt
     else
-        "${pip[@]}" install -r launch/requirements/gpu.txt
-        "${pip[@]}" install --no-deps -r launch/requirements/no-deps.txt
-        "${pip[@]}" install "setuptools>=77" wheel
+        with_heartbeat "${pip[@]}" install -r launch/requirements/gpu.txt
+        with_heartbeat "${pip[@]}" install --no-deps -r launch/requirements/no-deps.txt
+        with_heartbeat "${pip[@]}" install "setuptools>=77" wheel
     fi
     echo "$packages" >.venv/packages.sha256
 fi
@@ -84,7 +97,7 @@ if [ "$(cat .venv/project.sha256 2>/dev/null)" = "$sources" ]; then
 else
     echo "setup: installing dflash2-train"
     rm -rf build ./*.egg-info # setuptools would put files that no longer exist into the wheel
-    "${pip[@]}" install --no-deps --no-build-isolation --force-reinstall .
+    with_heartbeat "${pip[@]}" install --no-deps --no-build-isolation --force-reinstall .
     rm -rf build ./*.egg-info
     echo "$sources" >.venv/project.sha256
 fi

@@ -9,7 +9,7 @@ from typing import Any
 from dflash2_train.checkpoint import MANIFEST, WEIGHTS, load_drafter_weights, newest_checkpoint
 from dflash2_train.config import RunConfig, UserError, absolute, to_plain
 from dflash2_train.export import payload
-from dflash2_train.export.doctor import ERROR, check_folder
+from dflash2_train.export.doctor import ERROR, check_config, check_folder
 from dflash2_train.export.hf import ExportError, export_hf
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
@@ -38,6 +38,25 @@ def chosen_checkpoint(config: RunConfig) -> Path:
     if found is None:
         raise UserError(f"{root}: no checkpoint to export. Train first: dflash2-train +experiment={config.name}")
     return found.folder
+
+
+def check_exportable(config: RunConfig) -> None:
+    """Refuse before the first training step what the export would refuse after the last.
+
+    Raises:
+        ExportError: the configured drafter breaks a rule of the published layout; lists the broken ones.
+    """
+    target = open_target_config(config.target)
+    published = DrafterShape.from_config(config).to_published(
+        config.export.dtype,
+        bos_token_id=target.bos_token_id,
+        eos_token_id=list(target.eos_token_ids),
+        pad_token_id=target.pad_token_id,
+    )
+    errors = [finding for finding in check_config(published, target=target) if finding.severity == ERROR]
+    if errors:
+        listed = "\n  ".join(map(str, errors))
+        raise ExportError(f"a drafter of this configuration could not be exported; change drafter.*:\n  {listed}")
 
 
 def weights_source(checkpoint: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 logger = logging.getLogger(__name__)
-LINE_EVERY_S = 8.0
+LINE_EVERY_S = 4.0  # with units of five seconds, still a line within ten
 
 
 def clock(seconds: float) -> str:

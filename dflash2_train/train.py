@@ -14,7 +14,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -109,19 +109,19 @@ def train(config: RunConfig) -> int:
     from dflash2_train.export.run import check_exportable
 
     output = absolute(config.train.output_dir)
-    if os.environ.get("RANK", "0") != "0":
-        return run_rank(config, output)
-    with only_run_in(output):
-        reader = CaptureReader(absolute(config.data.root) / "capture")
+    first = os.environ.get("RANK", "0") == "0"
+    with only_run_in(output) if first else nullcontext():
+        reader = CaptureReader(absolute(config.data.root) / "capture", verify_checksums=False)  # the run verifies
         check_cache(reader, config)
         check_exportable(config)
         done = newest_checkpoint(output)
-        if done is not None and done.step >= config.train.steps:
-            check_resumable(done, fingerprint(config, reader.manifest.fingerprint), done.world_size)
-            logger.info("training is complete at step %d (%s)", done.step, done.folder)
-            return export_result(config)
+        wanted = fingerprint(config, reader.manifest.fingerprint)
         reader.close()
-        return run_rank(config, output)
+        if done is None or done.step < config.train.steps:
+            return run_rank(config, output)
+        check_resumable(done, wanted, done.world_size)
+        logger.info("training is complete at step %d (%s)", done.step, done.folder)
+        return export_result(config) if first else 0  # every rank leaves, or the others would wait for the first
 
 
 def check_cache(reader: CaptureReader, config: RunConfig) -> None:

@@ -131,7 +131,6 @@ def run_measurement(
     prompts: Sequence[HoldoutPrompt],
     protocol: dict[str, Any],
     results: ResultsFile,
-    console: Console,
 ) -> None:
     """Load both models and fill ``results``."""
     from dflash2_train.evaluate.measure import Measurement, measure_prompts
@@ -161,7 +160,7 @@ def run_measurement(
         baseline=config.eval.baseline,
         seed=config.eval.seed,
     )
-    measure_prompts(measurement, prompts, results, console)
+    measure_prompts(measurement, prompts, results)
 
 
 def write_report(report: EvalReport, output_dir: Path) -> None:
@@ -194,7 +193,7 @@ def evaluate(config: RunConfig) -> int:
     output_dir = absolute(config.eval.output_dir)
     results = ResultsFile(output_dir, protocol)
     if any(prompt.prompt_id not in results.records for prompt in prompts):
-        run_measurement(config, folder, prompts, protocol, results, console)
+        run_measurement(config, folder, prompts, protocol, results)
     report = build_report(
         [results.records[prompt.prompt_id] for prompt in prompts],
         protocol=protocol,

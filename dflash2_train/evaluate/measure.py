@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
 from dflash2_train.evaluate.holdout import HoldoutPrompt
 from dflash2_train.evaluate.records import DecodeRecord, EqualityRecord, PromptRecord, ResultsFile
 from dflash2_train.model.drafter import Drafter
+from dflash2_train.progress import ProgressReporter
 from dflash2_train.runner.loop import DecodeSettings, GenerationResult, generate, plain_decode
 
 logger = logging.getLogger(__name__)
@@ -37,31 +36,20 @@ class Measurement:
     seed: int
 
 
-def measure_prompts(
-    measurement: Measurement, prompts: Sequence[HoldoutPrompt], results: ResultsFile, console: Console
-) -> None:
-    """Fill ``results`` with every prompt that it lacks, showing progress on ``console``."""
+def measure_prompts(measurement: Measurement, prompts: Sequence[HoldoutPrompt], results: ResultsFile) -> None:
+    """Fill ``results`` with every prompt that it lacks."""
     waiting = [prompt for prompt in prompts if prompt.prompt_id not in results.records]
     if len(waiting) < len(prompts):
         logger.info("%d of %d prompts are already measured", len(prompts) - len(waiting), len(prompts))
     if not waiting:
         return
     warm_up(measurement, waiting[0])
-    columns = (
-        TextColumn("prompts"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("acceptance length {task.fields[length]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(
-            "prompts", total=len(prompts), completed=len(prompts) - len(waiting), length=running_length(results)
-        )
+    done = len(prompts) - len(waiting)
+    with ProgressReporter("prompts", len(prompts), done=done) as progress:
         for prompt in waiting:
             results.append(measure_prompt(measurement, prompt, baseline_first=len(results.records) % 2 == 0))
-            progress.update(task, advance=1, length=running_length(results))
+            done += 1
+            progress.update(done, f"acceptance length {running_length(results)}")
 
 
 def running_length(results: ResultsFile) -> str:

@@ -11,10 +11,9 @@ import os
 import resource
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
-from dflash2_train.app import run_app
+from dflash2_train.app import open_console, run_app
 from dflash2_train.config import RunConfig, absolute
 from dflash2_train.progress import ProgressReporter
 
@@ -39,7 +38,7 @@ def _table(title: str, rows: list[tuple[str, str]]) -> None:
     table.add_column(justify="right")
     for name, value in rows:
         table.add_row(name, value)
-    Console(stderr=True).print(table)
+    open_console(stderr=True).print(table)
 
 
 def _peak_memory() -> str:

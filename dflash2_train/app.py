@@ -24,7 +24,7 @@ from dflash2_train.config import RunConfig, UserError, load_config
 
 EXIT_FAULT = 2
 EXIT_INTERRUPTED = 130
-LOG_WIDTH = 160
+LINE_WIDTH = 160  # off a terminal rich would take 80 columns and break most lines
 
 
 def config_root() -> str:
@@ -39,13 +39,16 @@ def register_schema() -> None:
     ConfigStore.instance().store(name="schema", node=RunConfig)
 
 
+def open_console(*, stderr: bool = False) -> Console:
+    """A console as wide as the terminal, or wide enough for our lines and tables where there is none."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=LINE_WIDTH)
+
+
 def set_up_logging() -> None:
     """Log to the console through rich: this project's INFO, everyone else's WARNING. Rank 0 only, others errors."""
     first = os.environ.get("RANK", "0") == "0"
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        console = Console(stderr=True, width=LOG_WIDTH)  # a file has no width; 80 columns would break most lines
-    handler = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S")
+    handler = RichHandler(console=open_console(stderr=True), show_path=False, log_time_format="%H:%M:%S")
     logging.basicConfig(level=logging.WARNING if first else logging.ERROR, format="%(message)s", handlers=[handler])
     for name in ("dflash2_train", "data_gen"):
         logging.getLogger(name).setLevel(logging.INFO if first else logging.ERROR)

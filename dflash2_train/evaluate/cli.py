@@ -13,9 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from dflash2_train.app import run_app
+from dflash2_train.app import open_console, run_app
 from dflash2_train.config import ConfigError, RunConfig, absolute, to_plain
 from dflash2_train.provenance import atomic_write_json, atomic_write_text, run_record, sha256_file
 
@@ -186,7 +184,7 @@ def evaluate(config: RunConfig) -> int:
     from dflash2_train.evaluate.render import print_report
     from dflash2_train.evaluate.report import build_report
 
-    console = Console()
+    console = open_console()
     prompts = load_holdout(absolute(config.data.root), max_prompts=config.eval.max_prompts)
     folder = drafter_folder(config)
     protocol = describe_protocol(config, folder, prompts)

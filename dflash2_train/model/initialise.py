@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dflash2_train.config import ConfigError
-from dflash2_train.model.drafter import Drafter
+from dflash2_train.model.drafter import Drafter, DrafterLayer
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +144,7 @@ def look_at_recent(drafter: Drafter, context: Tensor, gain: float) -> None:
         ConfigError: the context has no constant part to read; names the key that switches this start off.
     """
     shape, layer = drafter.shape, drafter.layers[0]
+    assert isinstance(layer, DrafterLayer)
     attention = layer.self_attn
     mean = context.mean(0)  # [H]
     channels = mean.abs().topk(max(4, shape.hidden_size // 48)).indices

@@ -92,6 +92,7 @@ def write_cache(model: LlamaForCausalLM, config: RunConfig, *, samples: int, len
         size = length - number % 5
         while len(ids) < size:
             logits = model(torch.tensor([ids])).logits[0, -1].float()
+            logits[config.drafter.mask_token_id] = -torch.inf  # as in real targets, where it is reserved
             ids.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
         rows.append(captured(model, config, f"sample-{number}", ids, prompt=4))
     writer.write_shard(0, rows)

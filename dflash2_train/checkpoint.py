@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 MANIFEST = "MANIFEST.json"
 WEIGHTS = "drafter.safetensors"
 TEMPORARY = ".writing-"
+SPARE_BYTES = 16 * 2**20  # schedule, state, manifest and what the file system itself takes
 
 
 class CheckpointError(UserError):
@@ -96,6 +97,25 @@ def check_resumable(checkpoint: Checkpoint, fingerprint: dict[str, Any], world_s
         )
 
 
+def check_space(engine: TrainEngine, weights: nn.Module, root: Path) -> None:
+    """Refuse on all ranks, before anything is written, when a checkpoint would not fit the disk.
+
+    Counted are fp32 masters and two moments, and the weights twice (DeepSpeed's copy and ours). torch turns a full
+    disk into a RuntimeError about file positions, so it must not come to that.
+
+    Raises:
+        CheckpointError: with the space that is free and the space that is needed.
+    """
+    parameters = list(weights.parameters())
+    needed = sum(p.numel() * (12 + 2 * p.element_size()) for p in parameters) + SPARE_BYTES
+    free = shutil.disk_usage(root).free
+    if engine.any_rank(engine.rank == 0 and free < needed):
+        raise CheckpointError(
+            f"{root}: {free / 2**30:.2f} GiB free, a checkpoint needs {needed / 2**30:.2f}. Free space, or choose "
+            "another train.output_dir; checkpoints that are there stay good and the same command continues."
+        )
+
+
 def save_checkpoint(
     engine: TrainEngine,
     weights: nn.Module,
@@ -122,6 +142,7 @@ def save_checkpoint(
         for leftover in root.glob(f"{TEMPORARY}*"):
             shutil.rmtree(leftover)
     engine.barrier()
+    check_space(engine, weights, root)
     engine.save_state(str(root), temporary.name, state)
     if engine.rank == 0:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.state_dict().items()}

@@ -127,10 +127,10 @@ def train(config: RunConfig) -> int:
 def check_cache(reader: CaptureReader, config: RunConfig) -> None:
     """Refuse a cache of another target, other taps or another teacher, listing what differs."""
     from data_gen.cache.format import CacheIntegrityError, list_differences
+    from dflash2_train.target import open_target_config
 
     wanted = {
-        "target": config.target.name,
-        "revision": config.target.revision,
+        "target_hash": open_target_config(config.target).target_hash,  # wherever the folder lies
         "target_layer_ids": list(config.drafter.target_layer_ids),
         "hidden_size": config.target.hidden_size,
         "teacher_top_k": config.data.teacher_top_k,
@@ -141,7 +141,8 @@ def check_cache(reader: CaptureReader, config: RunConfig) -> None:
     if lines:
         listed = "\n  ".join(lines)
         raise CacheIntegrityError(
-            f"{absolute(config.data.root)} was captured for something else (cache -> config):\n  {listed}\n"
+            f"{absolute(config.data.root)} was captured from {reader.manifest.content['target']}, and for something else "
+            f"than this config of {config.target.name} (cache -> config):\n  {listed}\n"
             "Capture again with this config in another data.root, or set the config back."
         )
 
@@ -177,7 +178,7 @@ class TrainingRun:
         import torch
 
         from dflash2_train.attest import attest
-        from dflash2_train.checkpoint import check_resumable, newest_checkpoint
+        from dflash2_train.checkpoint import check_resumable, check_space, newest_checkpoint
         from dflash2_train.engine import TrainEngine
         from dflash2_train.provenance import atomic_write_json, run_record
 
@@ -194,6 +195,7 @@ class TrainingRun:
         self.objective = build_objective(config, reader)
         self.engine = TrainEngine(self.objective, config.train)
         self.objective.frozen.to(self.engine.device, self.dtype)
+        check_space(self.engine, self.objective.drafter, output)
         self.progress = Progress(run_id=f"{config.name}-{os.urandom(4).hex()}")
         if found is not None:
             state = self.engine.load_state(str(output), found.folder.name)

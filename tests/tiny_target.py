@@ -10,6 +10,7 @@ import torch
 from data_gen.cache.format import CapturedSample, CaptureManifest
 from data_gen.cache.writer import CaptureWriter
 from dflash2_train.config import RunConfig
+from dflash2_train.provenance import hash_model_folder
 from dflash2_train.taps import TAP_CONVENTION
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def cache_manifest(config: RunConfig) -> CaptureManifest:
     return CaptureManifest(
         content={
             "target": config.target.name,
-            "revision": config.target.revision,
+            "target_hash": hash_model_folder(Path(config.target.name)),
             "target_layer_ids": list(config.drafter.target_layer_ids),
             "tap_convention": TAP_CONVENTION,
             "hidden_size": config.target.hidden_size,

@@ -208,3 +208,27 @@ def test_steps_with_a_non_finite_loss_are_dropped_named_and_end_the_run_after_a_
     assert len(dropped) == 2
     assert json.loads(dropped[0].read_text())["sample_ids"]
     assert not list(Path(config.train.output_dir).glob("step*"))
+
+
+def test_a_disk_too_small_for_a_checkpoint_is_refused_before_the_first_step(base: RunConfig, tmp_path: Path) -> None:
+    config = variant(base, tmp_path)
+    output = run_with_full_disk(config)
+    assert "GiB free, a checkpoint needs" in output
+    assert not (Path(config.train.output_dir) / "metrics.jsonl").exists()
+
+
+def run_with_full_disk(config: RunConfig) -> str:
+    """The trainer in a process that is told of a disk with one free byte."""
+    path = Path(config.train.output_dir).parent / "config.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(to_plain(config)))
+    code = (
+        "import shutil, sys, runpy; from types import SimpleNamespace\n"
+        "shutil.disk_usage = lambda _: SimpleNamespace(free=1)\n"
+        f"sys.argv = ['run', {str(path)!r}]\n"
+        "runpy.run_module('tests.integration.run_training', run_name='__main__')\n"
+    )
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2, done.stdout + done.stderr
+    return done.stderr

@@ -141,8 +141,8 @@ def check_cache(reader: CaptureReader, config: RunConfig) -> None:
     if lines:
         listed = "\n  ".join(lines)
         raise CacheIntegrityError(
-            f"{absolute(config.data.root)} was captured from {reader.manifest.content['target']}, and for something else "
-            f"than this config of {config.target.name} (cache -> config):\n  {listed}\n"
+            f"{absolute(config.data.root)} was captured from {reader.manifest.content['target']} and for something "
+            f"else than this config of {config.target.name} (cache -> config):\n  {listed}\n"
             "Capture again with this config in another data.root, or set the config back."
         )
 

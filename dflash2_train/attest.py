@@ -15,6 +15,7 @@ import torch
 
 from data_gen.cache.format import CacheIntegrityError
 from data_gen.cache.reader import CaptureReader
+from data_gen.cache.verify import teacher_hits
 from dflash2_train.config import DataConfig, DrafterConfig, TargetConfig
 from dflash2_train.runner.target_session import TargetSession
 from dflash2_train.target import load_target_model
@@ -71,7 +72,7 @@ def label_agreement(reader: CaptureReader, mask_token_id: int) -> tuple[float, f
     Raises:
         CacheIntegrityError: the mask token stands in the text, where the drafter could not tell it from a mask.
     """
-    inside = first = total = 0
+    totals = [0, 0, 0]
     for index in range(min(AGREEMENT_SAMPLES, len(reader))):
         sample = reader.read(index)
         if bool((sample.input_ids == mask_token_id).any()):
@@ -79,12 +80,9 @@ def label_agreement(reader: CaptureReader, mask_token_id: int) -> tuple[float, f
                 f"drafter.mask_token_id={mask_token_id} occurs in the text of sample {sample.sample_id}. "
                 "Choose a reserved token that the target never writes."
             )
-        supervised = sample.loss_mask[1:].bool()  # label i + 1 belongs to teacher row i
-        hits = sample.teacher_ids[:-1][supervised] == sample.input_ids[1:][supervised][:, None]
-        inside += int(hits.any(-1).sum())
-        first += int(hits[:, 0].sum())
-        total += int(supervised.sum())
-    return inside / max(total, 1), first / max(total, 1)
+        totals = [total + new for total, new in zip(totals, teacher_hits(sample), strict=True)]
+    supervised, inside, first = totals
+    return inside / max(supervised, 1), first / max(supervised, 1)
 
 
 def attest(reader: CaptureReader, target: TargetConfig, drafter: DrafterConfig, data: DataConfig) -> Attestation:

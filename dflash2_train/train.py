@@ -25,6 +25,7 @@ from dflash2_train.config import ConfigError, RunConfig, UserError, absolute, to
 
 if TYPE_CHECKING:
     from data_gen.cache.reader import CaptureReader
+    from dflash2_train.checkpoint import Checkpoint
     from dflash2_train.data import WindowLoader
     from dflash2_train.metrics import MetricSums
     from dflash2_train.model.drafter import Drafter
@@ -118,7 +119,7 @@ def train(config: RunConfig) -> int:
         wanted = fingerprint(config, reader.manifest.fingerprint)
         reader.close()
         if done is None or done.step < config.train.steps:
-            return run_rank(config, output)
+            return run_rank(config, output, done)
         check_resumable(done, wanted, done.world_size)
         logger.info("training is complete at step %d (%s)", done.step, done.folder)
         return export_result(config) if first else 0  # every rank leaves, or the others would wait for the first
@@ -147,8 +148,8 @@ def check_cache(reader: CaptureReader, config: RunConfig) -> None:
         )
 
 
-def run_rank(config: RunConfig, output: Path) -> int:
-    """What every rank does: build, resume, loop, save; the first rank exports."""
+def run_rank(config: RunConfig, output: Path, found: Checkpoint | None) -> int:
+    """What every rank does: build, resume from ``found``, loop, save; the first rank exports."""
     import torch
 
     from data_gen.cache.reader import CaptureReader
@@ -161,7 +162,7 @@ def run_rank(config: RunConfig, output: Path) -> int:
     rank, world_size = start_ranks()
     reader = CaptureReader(absolute(config.data.root) / "capture", verify_checksums=rank == 0)
     try:
-        run = TrainingRun(config, output, reader, rank=rank, world_size=world_size)
+        run = TrainingRun(config, output, reader, found, rank=rank, world_size=world_size)
         finished = run.loop(stop)
     finally:
         stop_ranks()
@@ -174,18 +175,26 @@ def run_rank(config: RunConfig, output: Path) -> int:
 class TrainingRun:
     """Everything that lives from the first step to the last."""
 
-    def __init__(self, config: RunConfig, output: Path, reader: CaptureReader, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        output: Path,
+        reader: CaptureReader,
+        found: Checkpoint | None,
+        *,
+        rank: int,
+        world_size: int,
+    ) -> None:
         import torch
 
         from dflash2_train.attest import attest
-        from dflash2_train.checkpoint import check_resumable, check_space, newest_checkpoint
+        from dflash2_train.checkpoint import check_resumable, check_space
         from dflash2_train.engine import TrainEngine
         from dflash2_train.provenance import atomic_write_json, run_record
 
         self.config, self.output = config, output
         self.dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
         self.fingerprint = fingerprint(config, reader.manifest.fingerprint)
-        found = newest_checkpoint(output)
         if found is not None:
             check_resumable(found, self.fingerprint, world_size)
         attested = None

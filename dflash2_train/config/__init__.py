@@ -1,0 +1,43 @@
+"""The typed configuration of an experiment: every key, its type, unit, default and rule.
+
+One experiment drives all four commands, so there is one schema. YAML under ``conf/`` holds the
+structural numbers of each experiment; universal knobs have their one default here. Hydra composes
+(``dflash2_train.app``), this package types and checks: :func:`load_config` is the only place where an
+OmegaConf object becomes the dataclasses that the rest of the code reads.
+
+Enumerations are plain strings with a check, because OmegaConf's structured configs take no Literal.
+"""
+
+from dflash2_train.config.data import DataConfig
+from dflash2_train.config.drafter import LAYER_TYPES, DrafterConfig
+from dflash2_train.config.evaluate import EvalConfig
+from dflash2_train.config.export import ExportConfig
+from dflash2_train.config.loss import KL_KINDS, MISSING_CANDIDATE, LossConfig
+from dflash2_train.config.prompts import PromptSourceConfig
+from dflash2_train.config.rules import DTYPES, ConfigError, UserError, absolute
+from dflash2_train.config.run import RunConfig, load_config, to_plain
+from dflash2_train.config.sampling import SamplingConfig
+from dflash2_train.config.target import TargetConfig
+from dflash2_train.config.train import TrainConfig
+
+__all__ = [
+    "ConfigError",
+    "DTYPES",
+    "DataConfig",
+    "DrafterConfig",
+    "EvalConfig",
+    "ExportConfig",
+    "KL_KINDS",
+    "LAYER_TYPES",
+    "LossConfig",
+    "MISSING_CANDIDATE",
+    "PromptSourceConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "TargetConfig",
+    "TrainConfig",
+    "UserError",
+    "absolute",
+    "load_config",
+    "to_plain",
+]

@@ -1,0 +1,49 @@
+"""Prompts, regeneration, capture and the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from dflash2_train.config.prompts import PromptSourceConfig
+from dflash2_train.config.rules import require
+from dflash2_train.config.sampling import SamplingConfig
+
+BACKENDS = ("vllm", "hf")
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Prompts, regeneration, capture and the cache."""
+
+    root: str = MISSING  # folder of conversations/ and capture/
+    train_prompts: list[PromptSourceConfig] = MISSING
+    holdout_prompts: list[PromptSourceConfig] = MISSING
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    enable_thinking: bool | None = None  # chat-template argument; None = the template has none
+    backend: str = "vllm"  # vllm | hf, for both stages; never changed silently
+    max_prompt_tokens: int = MISSING  # longer prompts are dropped and counted
+    drop_cut: bool = False  # True drops completions that ended for length
+    teacher_top_k: int = 20
+    conversations_per_shard: int = 128
+    max_num_seqs: int = 96  # requests in flight inside the engine
+    kv_cache_gib: float = 2.0  # vLLM on CPU: memory for its KV cache
+    gpu_memory_utilization: float = 0.9  # vLLM on GPU
+    min_attested_tokens: int = 32  # cached tokens compared with a plain forward before training
+    min_agreement: float = 0.3  # share of supervised tokens in the teacher's top-k below which training is refused
+
+    def check(self) -> None:
+        require(self.backend in BACKENDS, "data.backend", self.backend, f"must be one of {BACKENDS}", "Pick one.")
+        require(self.teacher_top_k > 0, "data.teacher_top_k", self.teacher_top_k, "must be positive", "Use 20.")
+        require(
+            self.conversations_per_shard > 0,
+            "data.conversations_per_shard",
+            self.conversations_per_shard,
+            "must be positive",
+            "Use 128.",
+        )
+        require(
+            self.max_prompt_tokens > 0, "data.max_prompt_tokens", self.max_prompt_tokens, "must be positive", "Use 512."
+        )
+        self.sampling.check()

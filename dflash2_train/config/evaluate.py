@@ -1,0 +1,48 @@
+"""What is measured, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omegaconf import MISSING
+
+from dflash2_train.config.drafter import DrafterConfig
+from dflash2_train.config.rules import DTYPES, require
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    """The built-in runner's measurement."""
+
+    output_dir: str = MISSING
+    mode: str = "runner"
+    drafter: str | None = None  # exported folder; None = export.output_dir
+    max_new_tokens: int = MISSING
+    max_prompts: int | None = None
+    num_drafted: int | None = None  # K; None = the drafter's block_size - 1
+    temperature: float = 0.0  # of the extra sampled pass; 0 = greedy only
+    top_p: float = 1.0
+    draft_sampling: str = "argmax"  # argmax | selector: how proposals are made when temperature > 0
+    dtype: str = "float32"  # greedy equality is exact in fp32
+    baseline: bool = True  # plain decoding of the same prompts, for equality and speed
+    seed: int = 0
+
+    def check(self, drafter: DrafterConfig) -> None:
+        require(self.mode == "runner", "eval.mode", self.mode, "only runner is built in so far", "Use runner.")
+        require(self.dtype in DTYPES, "eval.dtype", self.dtype, f"must be one of {DTYPES}", "Use float32.")
+        require(self.max_new_tokens > 0, "eval.max_new_tokens", self.max_new_tokens, "must be positive", "Use 128.")
+        require(self.temperature >= 0, "eval.temperature", self.temperature, "must be at least 0", "Use 0 for greedy.")
+        require(
+            self.draft_sampling in ("argmax", "selector"),
+            "eval.draft_sampling",
+            self.draft_sampling,
+            "must be argmax or selector",
+            "Use argmax.",
+        )
+        require(
+            self.num_drafted is None or 1 <= self.num_drafted <= drafter.num_drafted,
+            "eval.num_drafted",
+            self.num_drafted,
+            f"must lie between 1 and drafter.block_size - 1 = {drafter.num_drafted}",
+            "Leave it null for all of them.",
+        )

@@ -1,0 +1,23 @@
+"""The serve-ready folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omegaconf import MISSING
+
+from dflash2_train.config.rules import DTYPES, require
+
+
+@dataclass(kw_only=True)
+class ExportConfig:
+    """The serve-ready folder."""
+
+    output_dir: str = MISSING
+    format: str = "hf"  # hf
+    checkpoint: str | None = None  # checkpoint folder; None = the newest complete one of train.output_dir
+    dtype: str = "bfloat16"
+
+    def check(self) -> None:
+        require(self.format == "hf", "export.format", self.format, "only hf is written so far", "Use hf.")
+        require(self.dtype in DTYPES, "export.dtype", self.dtype, f"must be one of {DTYPES}", "Use bfloat16.")

@@ -1,0 +1,121 @@
+"""Optimisation, batching, checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from dflash2_train.config.drafter import DrafterConfig
+from dflash2_train.config.rules import DTYPES, require
+from dflash2_train.config.target import TargetConfig
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """Optimisation, batching, checkpoints."""
+
+    output_dir: str = MISSING
+    steps: int = MISSING  # optimizer steps of the whole run
+    seed: int = 0
+    dtype: str = "bfloat16"  # bfloat16 with fp32 masters, or float32
+    row_tokens: int = MISSING  # context tokens a packed row
+    rows: int = MISSING  # packed rows a rank and micro-step
+    accumulation: int = 1
+    anchors_per_document: int = 512  # at most; drawn from (seed, epoch, sample id)
+    short_block_size: int | None = None  # block size of the windows that train short blocks; None = all are whole
+    short_block_share: float = 0.0  # share of windows with short blocks, drawn from (seed, window)
+    lr: float = 6e-4
+    final_lr_ratio: float = 0.1
+    warmup: float = 0.04  # share of the steps
+    weight_decay: float = 0.0
+    mask_lr_scale: float = 1.0  # factor on lr of the mask embedding
+    gain_lr_scale: float = 1.0  # factor on lr of elementwise gains: norm weights and base kernels
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    grad_clip: float = 1.0
+    zero_stage: int = 1
+    init_layers: list[int] = field(default_factory=list)  # target layer each drafter layer starts from; empty = random
+    init_tap_weights: list[float] = field(default_factory=list)  # fc starts as this sum of taps; empty = random
+    init_norm_scale: float = 1.0  # factor on the target's final norm; below 1 starts nearer to uniform logits
+    init_recent_gain: float = 0.0  # layer 0 starts as a look at the newest context, this sharp; 0 = random
+    warm_start: str | None = None  # exported DFlash 2 folder to start from
+    save_every: int = 200  # steps
+    keep_checkpoints: int = 2
+    log_every: int = 1
+    max_bad_steps: int = 5  # consecutive non-finite steps that end the run
+    max_seconds: float | None = None  # save and stop in good order after this wall time; resume continues
+    wandb: str = "disabled"  # disabled | offline | online
+    wandb_project: str = "dflash2"
+    num_threads: int | None = None  # torch intra-op threads a rank; None = torch's own choice
+
+    def check(self, drafter: DrafterConfig, target: TargetConfig) -> None:
+        require(
+            len(self.init_layers) in (0, drafter.num_layers)
+            and all(0 <= i < target.num_layers for i in self.init_layers),
+            "train.init_layers",
+            self.init_layers,
+            f"names a target layer (0..{target.num_layers - 1}) for each of {drafter.num_layers} drafter layers",
+            "Leave it empty for a random start.",
+        )
+        require(
+            len(self.init_tap_weights) in (0, len(drafter.target_layer_ids)),
+            "train.init_tap_weights",
+            self.init_tap_weights,
+            f"needs one weight for each of {len(drafter.target_layer_ids)} taps",
+            "Leave it empty for a random start.",
+        )
+        require(self.dtype in DTYPES, "train.dtype", self.dtype, f"must be one of {DTYPES}", "Pick one.")
+        for key in (
+            "steps",
+            "row_tokens",
+            "rows",
+            "accumulation",
+            "anchors_per_document",
+            "save_every",
+            "keep_checkpoints",
+            "log_every",
+        ):
+            value = getattr(self, key)
+            require(value > 0, f"train.{key}", value, "must be positive", "Use the experiment's value.")
+        require(self.zero_stage in (0, 1, 2, 3), "train.zero_stage", self.zero_stage, "must be 0, 1, 2 or 3", "Use 1.")
+        require(
+            not (self.zero_stage == 0 and self.dtype == "bfloat16"),
+            "train.zero_stage",
+            0,
+            "DeepSpeed has no bf16 with fp32 accumulation at stage 0",
+            "Use train.zero_stage=1 (it works on one rank) or train.dtype=float32.",
+        )
+        short = self.short_block_size
+        require(
+            short is None or 2 <= short < drafter.block_size,
+            "train.short_block_size",
+            short,
+            f"must lie between 2 and drafter.block_size - 1 = {drafter.block_size - 1}",
+            "Leave it null to train whole blocks only.",
+        )
+        require(
+            0 <= self.short_block_share < 1 and (short is not None or self.short_block_share == 0),
+            "train.short_block_share",
+            self.short_block_share,
+            "is a share below 1 and needs train.short_block_size",
+            "Use 0, or set both.",
+        )
+        require(
+            self.init_recent_gain >= 0, "train.init_recent_gain", self.init_recent_gain, "must be at least 0", "Use 0."
+        )
+        for key in ("init_norm_scale", "mask_lr_scale", "gain_lr_scale"):
+            value = getattr(self, key)
+            require(value > 0, f"train.{key}", value, "is a factor and must be positive", "Use 1.0.")
+        require(0 < self.lr < 1, "train.lr", self.lr, "must lie in (0, 1)", "Use 6e-4.")
+        require(
+            0 <= self.final_lr_ratio <= 1, "train.final_lr_ratio", self.final_lr_ratio, "must lie in [0, 1]", "Use 0.1."
+        )
+        require(0 <= self.warmup < 1, "train.warmup", self.warmup, "is a share of the steps", "Use 0.04.")
+        require(len(self.betas) == 2, "train.betas", self.betas, "needs two values", "Use [0.9, 0.95].")
+        require(
+            self.wandb in ("disabled", "offline", "online"),
+            "train.wandb",
+            self.wandb,
+            "must be disabled, offline or online",
+            "Pick one.",
+        )

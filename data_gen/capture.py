@@ -178,9 +178,7 @@ def capture(config: RunConfig, folder: Path, open_progress: OpenProgress) -> Cap
     check_taps(config.drafter.target_layer_ids, config.target.num_layers)
     root = absolute(config.data.root)
     store = ConversationStore(root)
-    writer = CaptureWriter(
-        root / CAPTURE, CaptureManifest(content=capture_content(config, store.content(), folder))
-    )
+    writer = CaptureWriter(root / CAPTURE, CaptureManifest(content=capture_content(config, store.content(), folder)))
     failures = FailedRows(root / CAPTURE)
     plan = _plan(store, writer, failures)
     totals = CaptureTotals(skipped_shards=len(writer.existing_shards()))
@@ -219,7 +217,7 @@ def _plan(store: ConversationStore, writer: CaptureWriter, failures: FailedRows)
             missing = [name for name in sorted(names - set(writer.sample_ids(index))) if name not in failures]
             if missing:
                 raise CacheIntegrityError(
-                    f"{writer.root / shard_name(index)}: {len(missing)} conversations of its shard, as {missing[0]}, are "
+                    f"{writer.root / shard_name(index)}: {len(missing)} of its conversations, as {missing[0]}, are "
                     f"neither in it nor in {FAILURES_FILE}. Remove that file to capture the shard again."
                 )
         elif rows:
@@ -255,9 +253,7 @@ class _Stage:
             seconds = time.monotonic() - started
             progress.update(totals.tokens, f"{totals.tokens / max(seconds, 1e-9):.0f} tokens/s")
 
-        samples = capture_rows(
-            backend, self._rows(), on_failure=self._fail, tally=totals.tally, heartbeat=beat
-        )
+        samples = capture_rows(backend, self._rows(), on_failure=self._fail, tally=totals.tally, heartbeat=beat)
         for sample in samples:
             shard = self._place.pop(sample.sample_id)
             if shard != self._shard:

@@ -68,7 +68,7 @@ def open_target_config(target: TargetConfig) -> TargetInfo:
         ConfigError: no such folder or Hub id, no or an unreadable ``config.json``, or a stated value that differs from
             the declared one, is missing, or contradicts another.
     """
-    folder = _metadata_folder(target)
+    folder = metadata_folder(target)
     raw = _read_json(folder / CONFIG_FILE)
     config, text = _transformers_configs(target, folder)
     raw_text = _raw_text_section(raw, config, text)
@@ -106,7 +106,7 @@ class TargetTensors:
 
     def __init__(self, target: TargetConfig) -> None:
         self._target = target
-        self._folder = _metadata_folder(target)
+        self._folder = metadata_folder(target)
         self._files = self._name_to_file()
 
     @property
@@ -253,7 +253,7 @@ def load_tokenizer(target: TargetConfig) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    folder = _metadata_folder(target)
+    folder = metadata_folder(target)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(
             f"target.name={target.name!r}: {folder} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
@@ -320,7 +320,7 @@ def _is_local(target: TargetConfig) -> bool:
     return absolute(name).is_dir() or bool(target.setup) or name.startswith((".", "/", "~")) or name.count("/") != 1
 
 
-def _metadata_folder(target: TargetConfig) -> Path:
+def metadata_folder(target: TargetConfig) -> Path:
     """The folder with config and tokenizer: the local one, or the Hub cache's, fetched without weights.
 
     Raises:

@@ -175,9 +175,7 @@ class HfCapturer:
             )
             streams = self._recorder.take()
         taps = torch.cat([streams[tap] for tap in self._taps], dim=-1)  # [B, S, T*H]
-        return [
-            self._states(request, taps[row], output.logits[row]) for row, request in enumerate(requests)
-        ]
+        return [self._states(request, taps[row], output.logits[row]) for row, request in enumerate(requests)]
 
     def _states(self, request: CaptureRequest, taps: Tensor, logits: Tensor) -> CapturedStates:
         """One row's part of a batch: ``taps`` [S, T*H] and ``logits`` [S, V], padding behind."""

@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, UniformTypeKVCacheSpecs
 
-from data_gen.backends.state_files import WRITER_RANK, gather_rows, write_states
+from data_gen.backends.state_files import gather_rows, write_states
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -22,9 +22,7 @@ class AttestConfig:
 
     def check(self) -> None:
         require(self.tokens >= 0, "data.attest.tokens", self.tokens, "must not be negative", "Use 32.")
-        require(
-            self.label_tokens > 0, "data.attest.label_tokens", self.label_tokens, "must be positive", "Use 16384."
-        )
+        require(self.label_tokens > 0, "data.attest.label_tokens", self.label_tokens, "must be positive", "Use 16384.")
         for key in SHARES:
             value = getattr(self, key)
             require(0.0 <= value <= 1.0, f"data.attest.{key}", value, "must lie in [0, 1]", "Give a share.")

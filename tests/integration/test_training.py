@@ -32,7 +32,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     config.target.name = str(root / "target")
     config.target.dtype = "float32"
     config.data.teacher_top_k = 8
-    config.data.min_agreement = 0.05
+    config.data.attest.min_agreement = 0.05
     config.train.dtype = "float32"
     config.train.steps = STEPS
     config.train.row_tokens = 64
@@ -112,7 +112,7 @@ def test_training_lowers_the_loss_and_exports_a_drafter(straight: RunConfig) -> 
     assert losses[-1] < losses[0]
     assert (Path(straight.export.output_dir) / "mask_embedding.pt").exists()
     record = json.loads((Path(straight.train.output_dir) / "run.json").read_text())
-    assert record["attestation"]["tokens"] >= straight.data.min_attested_tokens
+    assert record["attestation"]["tokens"] >= straight.data.attest.tokens
 
 
 def test_a_killed_run_resumed_equals_the_uninterrupted_one_bit_for_bit(

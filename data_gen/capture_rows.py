@@ -49,7 +49,13 @@ class CaptureTally:
 
 
 def capture_request(row: Mapping[str, Any]) -> CaptureRequest:
-    """The request for a row's prompt and completion; teacher rows from the prompt's last token on."""
+    """The request for a row's prompt and completion; teacher rows from the prompt's last token on.
+
+    Raises:
+        ValueError: the row has no prompt or no completion.
+    """
+    if not row["prompt_ids"] or not row["completion_ids"]:
+        raise ValueError(f"row {row['row_id']} has no prompt or no completion; such rows must be dropped before")
     return CaptureRequest(
         request_id=row["row_id"],
         input_ids=[*row["prompt_ids"], *row["completion_ids"]],

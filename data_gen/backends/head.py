@@ -15,6 +15,7 @@ N rows, H hidden size, V vocabulary, k = teacher_top_k.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from dflash2_train.config import ConfigError
 CHUNK_ROWS = 128  # rows of logits alive at once
 MULTIPLIER_KEYS = ("logit_scale", "lm_head_multiplier")  # Cohere, Falcon-H1
 DIVISOR_KEYS = ("logits_scaling",)  # Granite
-CAP_KEYS = ("final_logit_softcapping",)  # Gemma
+CAP_KEY = "final_logit_softcapping"  # Gemma
+SCALE_KEYS = (*MULTIPLIER_KEYS, *DIVISOR_KEYS, CAP_KEY)
 # Architectures whose RMSNorm multiplies by 1 + weight, in float32.
 UNIT_OFFSET_NORMS = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_text")
 
@@ -51,22 +53,18 @@ class HeadRule:
         Raises:
             ConfigError: no epsilon of a known norm is stated.
         """
-        rms, layer = config.get("rms_norm_eps"), config.get("layer_norm_eps")
-        if rms is None and layer is None:
+        rms = config.get("rms_norm_eps") is not None
+        eps = config.get("rms_norm_eps" if rms else "layer_norm_eps")
+        if eps is None:
             raise ConfigError(
                 f"{where}/config.json: no rms_norm_eps and no layer_norm_eps; the final norm is of an unknown kind. "
                 "Use data.backend=hf, which takes the model's own logits."
             )
-        kind = "layer" if rms is None else "rms"
-        if kind == "rms" and config.get("model_type") in UNIT_OFFSET_NORMS:
-            kind = "rms_unit_offset"
-        multiplier = 1.0
-        for key in MULTIPLIER_KEYS:
-            multiplier *= 1.0 if config.get(key) is None else float(config[key])
-        for key in DIVISOR_KEYS:
-            multiplier /= 1.0 if config.get(key) is None else float(config[key])
-        cap = next((float(config[key]) for key in CAP_KEYS if config.get(key) is not None), None)
-        return cls(norm=kind, eps=float(layer if rms is None else rms), multiplier=multiplier, softcap=cap)
+        kind = "layer" if not rms else "rms_unit_offset" if config.get("model_type") in UNIT_OFFSET_NORMS else "rms"
+        stated = {key: float(value) for key, value in config.items() if key in SCALE_KEYS and value is not None}
+        multiplier = math.prod(stated.get(key, 1.0) for key in MULTIPLIER_KEYS)
+        divisor = math.prod(stated.get(key, 1.0) for key in DIVISOR_KEYS)
+        return cls(norm=kind, eps=float(eps), multiplier=multiplier / divisor, softcap=stated.get(CAP_KEY))
 
     def normalise(self, state: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Final norm of [n, H] float32 states, once; rounds to ``dtype`` where the architecture does."""

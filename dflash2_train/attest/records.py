@@ -79,7 +79,7 @@ def same_everywhere(
     rule = "the same at regenerate, at capture and now"
     recorded = {
         "regenerate": (content if conversations is None else conversations).get(key),
-        "regenerate, as capture saw it": content.get(key),
+        "capture's copy of it": content.get(key),
         "capture": content.get(f"capture_{key}"),
     }
     known = {place: value for place, value in recorded.items() if value is not None}

@@ -20,7 +20,7 @@ from data_gen.backends.head import HeadRule, TeacherHead
 from data_gen.backends.hf import HfCapturer
 from dflash2_train.config import DataConfig, TargetConfig
 from dflash2_train.pretrained import load_pretrained
-from dflash2_train.streams import TapRecorder, stream_after
+from dflash2_train.streams import TapRecorder
 from dflash2_train.taps import hf_hidden_state_index
 from tests.architectures import BUILDERS, HIDDEN, LAYERS, SCALED, TARGETS, write_architecture
 from tests.toy_target import WORDS
@@ -132,10 +132,11 @@ def test_a_lone_sequence_is_captured_bit_for_bit_with_the_models_own_teacher(
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_batch_of_unequal_lengths_equals_one_by_one(folders: dict[str, Path], name: str) -> None:
     """Order kept; states equal but for fp32 rounding, of which bf16 storage shows at most its own last bit."""
-    together = list(open_capturer(folders[name]).capture(requests(), nothing))
+    capturer = open_capturer(folders[name])
+    together = list(capturer.capture(requests(), nothing))
     assert [states.request_id for states in together] == [f"r{number}" for number in range(len(LENGTHS))]
     for request, states in zip(requests(), together, strict=True):
-        (alone,) = open_capturer(folders[name]).capture([request], nothing)
+        (alone,) = capturer.capture([request], nothing)
         assert states.input_ids == request.input_ids
         torch.testing.assert_close(states.tap_hidden, alone.tap_hidden, rtol=2**-7, atol=1e-4)
         torch.testing.assert_close(
@@ -193,10 +194,3 @@ def test_the_rule_of_a_head_is_read_from_the_configuration(
 ) -> None:
     found = HeadRule.from_config(model_config(folders[name]), folders[name])
     assert {key: vars(found)[key] for key in rule} == rule
-
-
-def test_a_state_of_an_unknown_shape_is_refused() -> None:
-    from dflash2_train.config import ConfigError
-
-    with pytest.raises(ConfigError, match="not defined"):
-        stream_after(torch.zeros(1, 3, 2, HIDDEN), HIDDEN, 4)

@@ -65,10 +65,15 @@ def compare_with_forward(
             _note_errors(sample.tap_hidden[: len(ids)].float().unflatten(-1, (len(taps), -1)), streams, taps, errors)
             logprob_errors.append(_note_teacher(sample, logits, found))
             found.tokens += len(ids)
-    found.errors = {key: float(torch.cat(parts).median()) for key, parts in errors.items()}
-    everything = torch.cat(logprob_errors)
-    found.logprob_error = float(everything.median()) if len(everything) else float("nan")
+    found.errors = {key: _median(parts) for key, parts in errors.items()}
+    found.logprob_error = _median(logprob_errors)
     return found
+
+
+def _median(parts: list[Tensor]) -> float:
+    """Median of all values; infinite where there is none, or one that is no number."""
+    values = torch.cat(parts).nan_to_num(nan=torch.inf) if parts else torch.empty(0)
+    return float(values.median()) if len(values) else float("inf")
 
 
 def _note_errors(

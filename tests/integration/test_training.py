@@ -197,6 +197,16 @@ def test_a_cache_of_other_taps_is_refused_with_the_difference(base: RunConfig, t
     assert "target_layer_ids: [0, 2, 4] -> [0, 1, 4]" in output
 
 
+def test_a_refused_cache_ends_every_rank_and_leaves_its_verdicts(base: RunConfig, tmp_path: Path) -> None:
+    config = variant(base, tmp_path)
+    config.data.attest.min_agreement = 1.0
+    output = run(config, ranks=2, expect=2)
+    assert "labels: all" in output
+    assert "the first rank refused the cache" in output
+    assert json.loads((Path(config.train.output_dir) / "attestation.json").read_text())["passed"] is False
+    assert not (Path(config.train.output_dir) / "run.json").exists()
+
+
 def test_steps_with_a_non_finite_loss_are_dropped_named_and_end_the_run_after_a_few(
     base: RunConfig, tmp_path: Path
 ) -> None:

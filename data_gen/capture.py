@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -196,7 +197,7 @@ def capture(config: RunConfig, folder: Path, open_progress: OpenProgress) -> Cap
     return totals
 
 
-def _kept(store: ConversationStore, index: int, columns: tuple[str, ...] = ROW_COLUMNS) -> list[dict[str, Any]]:
+def _kept(store: ConversationStore, index: int, columns: Sequence[str] = ROW_COLUMNS) -> list[dict[str, Any]]:
     """Rows of a conversation shard that are to be captured, in order."""
     return [row for row in store.read(index, [*columns, "dropped"]) if not row["dropped"]]
 
@@ -210,7 +211,7 @@ def _plan(store: ConversationStore, writer: CaptureWriter, failures: FailedRows)
     plan = _Plan(shards=[], rows=0, tokens=0)
     present = writer.existing_shards()
     for index in store.shards():
-        rows = _kept(store, index)
+        rows = _kept(store, index, ["row_id"] if index in present else ROW_COLUMNS)
         plan.rows += len(rows)
         names = {row["row_id"] for row in rows}
         if index in present:
@@ -241,12 +242,12 @@ class _Stage:
     ) -> None:
         self._max_failed, self._store, self._writer = config.data.max_failed_share, store, writer
         self._failures, self._plan, self._totals = failures, plan, totals
-        self._place: dict[str, int] = {}  # row id -> shard, of rows handed to the engine
-        self._group: list[CapturedSample] = []  # finished samples of the shard in the making
-        self._shard = -1
+        self._place: dict[str, int] = {}  # row id -> shard, of rows that are neither captured nor given up
+        self._left: Counter[int] = Counter()  # shard -> such rows
+        self._groups: defaultdict[int, list[CapturedSample]] = defaultdict(list)  # shard -> its samples so far
 
     def run(self, backend: CaptureBackend, progress: StageProgress) -> None:
-        """Capture, and write every shard as soon as a row after it is there."""
+        """Capture, and write every shard with its last row."""
         totals, started = self._totals, time.monotonic()
 
         def beat() -> None:
@@ -255,31 +256,34 @@ class _Stage:
 
         samples = capture_rows(backend, self._rows(), on_failure=self._fail, tally=totals.tally, heartbeat=beat)
         for sample in samples:
-            shard = self._place.pop(sample.sample_id)
-            if shard != self._shard:
-                self._write()
-                self._shard = shard
-            self._group.append(sample)
+            self._groups[self._place[sample.sample_id]].append(sample)
             totals.samples += 1
             totals.tokens += len(sample)
             totals.supervised += int(sample.loss_mask.sum())
+            self._settle(sample.sample_id)
             beat()
-        self._write()
         totals.seconds = time.monotonic() - started
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         for index in self._plan.shards:
             rows = _kept(self._store, index)
             self._place.update((row["row_id"], index) for row in rows)
+            self._left[index] = len(rows)
             yield from rows
 
     def _fail(self, failure: RowFailure) -> None:
         logger.warning("conversation %s is left out: %s", failure.row_id, failure.reason)
-        self._place.pop(failure.row_id)
         self._failures.add(failure)
         self._failures.check(self._max_failed, self._plan.rows)
+        self._settle(failure.row_id)
 
-    def _write(self) -> None:
-        if self._group:
-            self._totals.num_bytes += self._writer.write_shard(self._shard, self._group).num_bytes
-            self._group = []
+    def _settle(self, row_id: str) -> None:
+        """A row is captured or given up; write its shard if it was the last one."""
+        shard = self._place.pop(row_id)
+        self._left[shard] -= 1
+        if self._left[shard]:
+            return
+        del self._left[shard]
+        samples = self._groups.pop(shard, [])
+        if samples:
+            self._totals.num_bytes += self._writer.write_shard(shard, samples).num_bytes

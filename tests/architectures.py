@@ -139,6 +139,18 @@ def _granite(sizes: Sizes) -> Any:
     return GraniteForCausalLM(GraniteConfig(**sizes.common, **heads, logits_scaling=4.0))
 
 
+def _qwen3_5(sizes: Sizes) -> Any:
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    linear = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": sizes.head_dim,
+        "linear_value_head_dim": sizes.head_dim,
+    }
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes.common, **sizes.attention, **linear))
+
+
 BUILDERS: dict[str, Callable[[Sizes], Any]] = {
     "llama": _llama,
     "llama_tied": _llama_tied,
@@ -149,9 +161,10 @@ BUILDERS: dict[str, Callable[[Sizes], Any]] = {
     "gemma3": _gemma3,
     "cohere": _cohere,
     "granite": _granite,
+    "qwen3_5": _qwen3_5,
 }
 TARGETS = ("llama", "llama_tied", "qwen3", "glm_moe_dsa", "glm5_next")  # those that drafters are made for
-SCALED = ("gemma2", "gemma3", "cohere", "granite")  # those that do more to their logits
+OTHERS = ("gemma2", "gemma3", "cohere", "granite", "qwen3_5")  # with other norms, and scales or caps on their logits
 
 
 def write_architecture(folder: Path, name: str, sizes: Sizes = SMALL) -> None:

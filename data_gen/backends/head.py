@@ -32,7 +32,10 @@ DIVISOR_KEYS = ("logits_scaling",)  # Granite
 CAP_KEY = "final_logit_softcapping"  # Gemma
 SCALE_KEYS = (*MULTIPLIER_KEYS, *DIVISOR_KEYS, CAP_KEY)
 # Architectures whose RMSNorm multiplies by 1 + weight, in float32.
-UNIT_OFFSET_NORMS = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_text")
+UNIT_OFFSET_NORMS = (
+    *("gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "vaultgemma"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+)
 
 TeacherRows = tuple[Tensor, Tensor, Tensor]  # ids [N, k] int32, log probabilities [N, k] f16, normaliser [N] f32
 

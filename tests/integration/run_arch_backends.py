@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from data_gen.backends.base import CaptureRequest, states_fault
 from dflash2_train.config import DataConfig, TargetConfig
-from tests.architectures import LAYERS, SCALED, SERVED, TARGETS, write_architecture
+from tests.architectures import LAYERS, OTHERS, SERVED, TARGETS, write_architecture
 from tests.toy_target import WORDS
 
 TAPS = [0, 2, 3, 4]  # the last layer too
@@ -134,7 +134,7 @@ def main() -> int:
         return 0
     bad = 0
     with tempfile.TemporaryDirectory() as root:
-        for name in sys.argv[1:] or [*TARGETS, *SCALED]:
+        for name in sys.argv[1:] or [*TARGETS, *OTHERS]:
             figures = run_child(name, Path(root))
             if "skipped" in figures:
                 say(f"{name:12} skipped: {figures['skipped']}")

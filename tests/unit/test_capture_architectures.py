@@ -6,7 +6,8 @@ servers define it; the backend reads what a layer hands on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,13 +17,15 @@ from torch import Tensor
 
 from data_gen.backends.base import CapturedStates, CaptureRequest
 from data_gen.backends.folder import model_config
-from data_gen.backends.head import HeadRule, TeacherHead
+from data_gen.backends.head import HeadRule, TeacherHead, place_rows
 from data_gen.backends.hf import HfCapturer
+from data_gen.cache.format import CacheIntegrityError
+from data_gen.capture_rows import check_backend
 from dflash2_train.config import DataConfig, TargetConfig
 from dflash2_train.pretrained import load_pretrained
 from dflash2_train.streams import TapRecorder
 from dflash2_train.taps import hf_hidden_state_index
-from tests.architectures import BUILDERS, HIDDEN, LAYERS, SCALED, TARGETS, write_architecture
+from tests.architectures import BUILDERS, HIDDEN, LAYERS, OTHERS, TARGETS, write_architecture
 from tests.toy_target import WORDS
 
 TAPS = [0, 2, 3, 4]  # the last layer too
@@ -169,7 +172,7 @@ def test_only_plain_attention_is_batched_with_padding(folders: dict[str, Path], 
     assert open_capturer(folders[name])._equal_lengths is equal
 
 
-@pytest.mark.parametrize("name", [*TARGETS, *SCALED])
+@pytest.mark.parametrize("name", [*TARGETS, *OTHERS])
 def test_final_norm_once_and_the_head_give_the_models_own_logits(folders: dict[str, Path], name: str) -> None:
     expected = reference(folders[name], sequence(19))
     head = TeacherHead(folders[name], top_k=TOP_K, dtype=torch.float32)
@@ -178,6 +181,48 @@ def test_final_norm_once_and_the_head_give_the_models_own_logits(folders: dict[s
     assert torch.equal(ids.long(), teacher.indices)
     torch.testing.assert_close(logprobs.float(), teacher.values, atol=5e-3, rtol=2e-3)
     torch.testing.assert_close(normaliser, expected.logits.float().logsumexp(dim=-1), atol=1e-4, rtol=1e-5)
+
+
+class ThroughHead:
+    """As a serving engine: the teacher through ``TeacherHead``, the next token from the model itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.head = folder, TeacherHead(folder, top_k=TOP_K, dtype=torch.float32)
+
+    def capture(self, requests: Iterable[CaptureRequest], _heartbeat: Any) -> Iterator[CapturedStates]:
+        for request in requests:
+            plain = reference(self.folder, request.input_ids)
+            first, length = request.first_teacher_row, len(request.input_ids)
+            rows = place_rows(self.head.rows(plain.streams[-1][first:]), first, length)
+            said = plain.logits[-1].float().log_softmax(dim=-1).max(dim=-1)
+            yield CapturedStates(
+                request_id=request.request_id,
+                input_ids=request.input_ids,
+                tap_hidden=plain.streams[0].bfloat16(),
+                teacher_ids=rows[0],
+                teacher_logprobs=rows[1],
+                teacher_log_normaliser=rows[2],
+                next_id=int(said.indices),
+                next_logprob=float(said.values),
+            )
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("llama", {"multiplier": 0.5}), ("gemma2", {"softcap": None}), ("cohere", {"multiplier": 1.0})]
+    + [("granite", {"multiplier": 1.0}), ("qwen3_5", {"norm": "rms"}), ("glm5_next", {"norm": "layer"})],
+)
+def test_an_engine_whose_logits_the_head_does_not_give_is_refused_at_the_start(
+    folders: dict[str, Path], name: str, wrong: dict[str, Any]
+) -> None:
+    engine = ThroughHead(folders[name])
+    check_backend(engine, len(WORDS))
+    engine.head.rule = replace(engine.head.rule, **wrong)
+    with pytest.raises(CacheIntegrityError, match="final norm, head or logit scale"):
+        check_backend(engine, len(WORDS))
 
 
 @pytest.mark.parametrize(

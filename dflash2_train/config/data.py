@@ -20,6 +20,10 @@ class DataConfig:
     root: str = MISSING  # folder of conversations/ and capture/
     train_prompts: list[PromptSourceConfig] = MISSING
     holdout_prompts: list[PromptSourceConfig] = MISSING
+    evaluation_prompts: list[PromptSourceConfig] = field(default_factory=list)  # of benchmarks: never trained on
+    max_prompts: int | None = None  # training prompts in all, after every filter, shared out by the sources' weights
+    near_duplicates: float | None = 0.8  # Jaccard similarity of 5-word runs from which a prompt is a copy; None = off
+    max_rejected_share: float = 0.1  # share of a source's rows that may be faulty before the run ends
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     enable_thinking: bool | None = None  # chat-template argument; None = the template has none
     backend: str = "vllm"  # vllm | hf, for both stages; never changed silently
@@ -46,4 +50,37 @@ class DataConfig:
         require(
             self.max_prompt_tokens > 0, "data.max_prompt_tokens", self.max_prompt_tokens, "must be positive", "Use 512."
         )
+        self._check_prompts()
         self.sampling.check()
+
+    def _check_prompts(self) -> None:
+        for name in ("train_prompts", "holdout_prompts", "evaluation_prompts"):
+            for number, source in enumerate(vars(self)[name]):
+                source.check(f"data.{name}[{number}]")
+        limit, near, share = self.max_prompts, self.near_duplicates, self.max_rejected_share
+        require(limit is None or limit > 0, "data.max_prompts", limit, "must be positive", "Use null for all prompts.")
+        require(
+            near is None or 0.5 <= near <= 1.0,
+            "data.near_duplicates",
+            near,
+            "must lie in [0.5, 1]; below one half prompts on the same subject count as copies",
+            "Use 0.8, or null to keep near-duplicates.",
+        )
+        require(0.0 <= share <= 1.0, "data.max_rejected_share", share, "must lie in [0, 1]", "Use 0.1.")
+        weighted = [source.weight is not None for source in self.train_prompts]
+        require(
+            not any(weighted) or (all(weighted) and limit is not None),
+            "data.train_prompts[*].weight",
+            [source.weight for source in self.train_prompts],
+            "weights share out data.max_prompts, so it takes all sources a weight and a data.max_prompts",
+            "Set both, or leave every weight null.",
+        )
+        for number, train in enumerate(self.train_prompts):
+            for holdout in self.holdout_prompts:
+                require(
+                    not train.same_rows(holdout) or train.holdout_share == holdout.holdout_share,
+                    f"data.train_prompts[{number}].holdout_share",
+                    train.holdout_share,
+                    f"data.holdout_prompts splits the same rows at {holdout.holdout_share}",
+                    "Use one share for both.",
+                )

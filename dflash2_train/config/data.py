@@ -60,10 +60,10 @@ class DataConfig:
         limit, near, share = self.max_prompts, self.near_duplicates, self.max_rejected_share
         require(limit is None or limit > 0, "data.max_prompts", limit, "must be positive", "Use null for all prompts.")
         require(
-            near is None or 0.5 <= near <= 1.0,
+            near is None or 0.7 <= near <= 1.0,
             "data.near_duplicates",
             near,
-            "must lie in [0.5, 1]; below one half prompts on the same subject count as copies",
+            "must lie in [0.7, 1], where the index finds nearly all copies",
             "Use 0.8, or null to keep near-duplicates.",
         )
         require(0.0 <= share <= 1.0, "data.max_rejected_share", share, "must lie in [0, 1]", "Use 0.1.")

@@ -35,11 +35,9 @@ class PromptSource:
 
     def columns(self) -> set[str]:
         """Columns that the configuration names, and those that rows may name their source and licence in."""
-        return self._mapped_columns() | {"source", "license"}
-
-    def _mapped_columns(self) -> set[str]:
         config = self.config
-        return {name for name in (self._main_column, config.system_column, config.tools_column, *config.where) if name}
+        named = (self._main_column, config.system_column, config.tools_column, *config.where)
+        return {name for name in named if name} | {"source", "license"}
 
     @property
     def _main_column(self) -> str:
@@ -73,7 +71,7 @@ class PromptSource:
 
         config = self.config
         local = Path(config.path).expanduser()
-        options: dict[str, Any] = {"columns": sorted(self._mapped_columns())} if config.columns_only else {}
+        options: dict[str, Any] = {"columns": list(config.fetch_columns)} if config.fetch_columns else {}
         try:
             builder = datasets.load_dataset_builder(
                 str(local.resolve()) if local.exists() else config.path,

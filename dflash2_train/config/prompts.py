@@ -30,7 +30,7 @@ class PromptSourceConfig:
     subset: str | None = None  # datasets: configuration name
     revision: str | None = None  # datasets: pinned commit, 40 hex digits
     allow_unpinned: bool = False  # datasets: without a revision, read the newest commit and record which it was
-    columns_only: bool = False  # datasets stored as Parquet: fetch the columns named here alone
+    fetch_columns: list[str] = field(default_factory=list)  # datasets stored as Parquet: fetch these alone; empty = all
 
     messages_column: str = "messages"  # column holding a list of turns, or that list as JSON text
     role_key: str = "role"  # of a turn; "from" in ShareGPT's layout

@@ -244,9 +244,7 @@ def test_a_source_whose_first_rows_are_all_faulty_is_not_read_to_its_end(tmp_pat
         load_prompts([source])
 
 
-def test_columns_only_fetches_the_mapped_columns_of_a_parquet_data_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_named_columns_of_a_parquet_data_set_are_fetched(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list([{"problem": "One?", "solution": "long", "kind": "a"}]).to_parquet(
         tmp_path / "train.parquet"
@@ -257,7 +255,7 @@ def test_columns_only_fetches_the_mapped_columns_of_a_parquet_data_set(
         split="train",
         prompt_column="problem",
         where={"kind": ["a"]},
-        columns_only=True,
+        fetch_columns=["problem", "kind"],
     )
     rows = [row for _, row in prompt_sources.PromptSource(source).rows()]
     assert rows == [{"problem": "One?", "kind": "a"}]

@@ -129,7 +129,6 @@ def gen_data(config: RunConfig) -> int:
 
         if "regenerate" in stages or "plan" in stages:
             prepared = prepare(config)
-            prepared.plan.report.write(absolute(config.data.root))
             show_plan(config, prepared)
     if "regenerate" in stages:
         from data_gen.regenerate import regenerate

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from data_gen.prompt_records import PromptRecord
 from dflash2_train.provenance import sha256_json
-
-if TYPE_CHECKING:
-    from data_gen.prompts import PromptRecord
 
 RUN_WORDS = 5
 NUM_HASHES = 128  # of a signature: standard error of the similarity 0.035 at 0.8

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from data_gen.prompt_rows import RowRejectedError
 from dflash2_train.config import ConfigError
-from dflash2_train.provenance import atomic_write_json
 
-if TYPE_CHECKING:
-    from data_gen.prompts import PromptRecord
-
-REPORT_FILE = "prompts_report.json"
 FIRST_CAUSES = 5  # rejected rows that are named
 EARLY_ROWS = 1000  # a source whose first rows are all rejected is not read to its end
 NEAR_EXAMPLES = 20  # near-duplicates that are named
@@ -24,20 +18,11 @@ NEAR_EXAMPLES = 20  # near-duplicates that are named
 class RemovedPrompt:
     """A training prompt that overlaps with another set, the rule, and one prompt of that set that it meets."""
 
-    record: PromptRecord
+    prompt_id: str
+    source: str
     rule: str
     reference: str  # "hold-out" or "evaluation prompts"
     reference_id: str
-
-    def to_dict(self) -> dict[str, str]:
-        """The removal as a JSON value."""
-        return {
-            "prompt_id": self.record.prompt_id,
-            "source": self.record.source,
-            "rule": self.rule,
-            "reference": self.reference,
-            "reference_id": self.reference_id,
-        }
 
 
 @dataclass(kw_only=True)
@@ -112,6 +97,12 @@ class SourceCounts:
         """The counts as a JSON value."""
         return {key: dict(value) if isinstance(value, Counter) else value for key, value in vars(self).items()}
 
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> SourceCounts:
+        """The counts that :meth:`to_dict` gave."""
+        fields: dict[str, Any] = {key: Counter(part) if isinstance(part, dict) else part for key, part in value.items()}
+        return cls(**fields)
+
 
 @dataclass(kw_only=True)
 class PromptReport:
@@ -143,13 +134,18 @@ class PromptReport:
         return {
             "totals": self.totals(),
             "sources": [counts.to_dict() for counts in self.sources],
-            "removed": [entry.to_dict() for entry in self.removed],
+            "removed": [dict(vars(entry)) for entry in self.removed],
             "near_duplicates": [{"prompt_id": gone, "kept_id": kept} for gone, kept in self.near_duplicates],
         }
 
-    def write(self, root: Path) -> None:
-        """Leave the report in a run's data folder."""
-        atomic_write_json(root / REPORT_FILE, self.to_dict())
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> PromptReport:
+        """The report that :meth:`to_dict` gave."""
+        return cls(
+            sources=[SourceCounts.from_dict(counts) for counts in value["sources"]],
+            removed=[RemovedPrompt(**entry) for entry in value["removed"]],
+            near_duplicates=[(entry["prompt_id"], entry["kept_id"]) for entry in value["near_duplicates"]],
+        )
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

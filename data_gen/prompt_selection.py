@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from data_gen.prompts import PromptRecord
+from data_gen.prompt_records import PromptRecord
 
 
 def order_key(duplicate_key: bytes, seed: int) -> int:

@@ -21,15 +21,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data_gen.near_duplicates import drop_near_duplicates
-from data_gen.overlap import Message, OverlapIndex, duplicate_key, holdout_hash
+from data_gen.overlap import OverlapIndex, duplicate_key
 from data_gen.prompt_columns import ColumnMap, Conversation
 from data_gen.prompt_filters import RowFilter
+from data_gen.prompt_records import PromptPlan, PromptRecord, prompt_id
 from data_gen.prompt_report import EARLY_ROWS, NEAR_EXAMPLES, PromptReport, RemovedPrompt, SourceCounts
 from data_gen.prompt_rows import RowRejectedError
 from data_gen.prompt_selection import Selection, order_key, share_out
 from data_gen.prompt_sources import PromptSource
+from data_gen.prompt_store import make_plan, read_plan, write_plan
 from dflash2_train.config import ConfigError, DataConfig, PromptSourceConfig
-from dflash2_train.provenance import sha256_json
+
+__all__ = ["PromptPlan", "PromptRecord", "find_overlap", "load_prompts", "make_prompts", "plan_prompts", "prompt_id"]
 
 STARTER_LICENSE = "Apache-2.0"
 UNKNOWN_LICENSE = "unknown"
@@ -37,28 +40,6 @@ MAX_REJECTED_SHARE = 0.1
 WARN_REJECTED = 0.01  # rejected share of a source that is worth a warning
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptRecord:
-    """One conversation that the target is to continue."""
-
-    prompt_id: str  # first 16 hex digits of the sha256 of messages and tools
-    source: str
-    license: str
-    messages: list[Message]  # {role, content}; the last one is a user turn
-    split: str  # train | holdout | evaluation
-    tools: list[dict[str, Any]] | None = None  # in the OpenAI layout; None where there are none
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptPlan:
-    """The prompts of an experiment, in the order in which they are used."""
-
-    train: list[PromptRecord]
-    holdout: list[PromptRecord]
-    holdout_hashes: list[str]  # sorted ``overlap.holdout_hash`` of every hold-out prompt, for the manifest
-    report: PromptReport
 
 
 @dataclass(kw_only=True)
@@ -81,11 +62,6 @@ class _Source:
         self.counts.licenses = Counter(record.license for _, record in self.ranked)
         self.counts.check_sum()
         return self.counts
-
-
-def prompt_id(messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
-    """16 hex digits that depend on messages and tools alone."""
-    return sha256_json({"messages": messages, "tools": tools} if tools else messages)[:16]
 
 
 def load_prompts(
@@ -111,6 +87,19 @@ def load_prompts(
 
 
 def plan_prompts(config: DataConfig) -> PromptPlan:
+    """The plan that ``data.root`` holds for these settings, else :func:`make_prompts`, stored there.
+
+    Raises:
+        ConfigError: see :func:`make_prompts`.
+    """
+    plan = read_plan(config)
+    if plan is None:
+        plan = make_prompts(config)
+        write_plan(config, plan)
+    return plan
+
+
+def make_prompts(config: DataConfig) -> PromptPlan:
     """Load all prompts, take out of training what must not be in it, share out ``max_prompts`` and report.
 
     Raises:
@@ -138,12 +127,7 @@ def plan_prompts(config: DataConfig) -> PromptPlan:
     if config.max_prompts is not None:
         _share_out(loaded, config.max_prompts)
     report.sources = [source.close() for source in loaded] + report.sources
-    return PromptPlan(
-        train=_merge(loaded),
-        holdout=holdout,
-        holdout_hashes=sorted({holdout_hash(record.messages) for record in holdout}),
-        report=report,
-    )
+    return make_plan(_merge(loaded), holdout, report)
 
 
 def find_overlap(
@@ -163,7 +147,15 @@ def find_overlap(
         for name, index in indexes:
             hit = index.find(record.messages)
             if hit is not None:
-                removed.append(RemovedPrompt(record=record, rule=hit[0], reference=name, reference_id=hit[1]))
+                removed.append(
+                    RemovedPrompt(
+                        prompt_id=record.prompt_id,
+                        source=record.source,
+                        rule=hit[0],
+                        reference=name,
+                        reference_id=hit[1],
+                    )
+                )
                 break
     return removed
 
@@ -253,7 +245,7 @@ def _merge(loaded: list[_Source]) -> list[PromptRecord]:
 
 def _remove_overlap(loaded: list[_Source], references: list[tuple[str, list[PromptRecord]]]) -> list[RemovedPrompt]:
     removed = find_overlap(_merge(loaded), references)
-    rules = {entry.record.prompt_id: f"{entry.reference}: {entry.rule}" for entry in removed}
+    rules = {entry.prompt_id: f"{entry.reference}: {entry.rule}" for entry in removed}
     for source in loaded:
         ids = [record.prompt_id for _, record in source.ranked]
         source.counts.overlap = Counter(rules[found] for found in ids if found in rules)

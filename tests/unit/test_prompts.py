@@ -11,7 +11,7 @@ import pytest
 
 from data_gen.overlap import holdout_hash, split_words, user_turns, word_runs
 from data_gen.prompt_report import RemovedPrompt
-from data_gen.prompts import PromptRecord, find_overlap, load_prompts, plan_prompts, prompt_id
+from data_gen.prompts import PromptRecord, find_overlap, load_prompts, make_prompts, prompt_id
 from dflash2_train.config import ConfigError, DataConfig, PromptSourceConfig, SamplingConfig
 
 STARTER_TRAIN = 1024
@@ -33,7 +33,7 @@ def remove_holdout(
     train: list[PromptRecord], holdout: list[PromptRecord]
 ) -> tuple[list[PromptRecord], list[RemovedPrompt]]:
     removed = find_overlap(train, [("hold-out", holdout)])
-    gone = {entry.record.prompt_id for entry in removed}
+    gone = {entry.prompt_id for entry in removed}
     return [entry for entry in train if entry.prompt_id not in gone], removed
 
 
@@ -283,7 +283,7 @@ def test_a_holdout_prompt_in_a_later_user_turn_is_found_and_an_assistant_turn_is
     ]
     kept, removed = remove_holdout(entries, holdout)
     assert [entry.messages for entry in kept] == [said]
-    assert [entry.record.messages for entry in removed] == [middle]
+    assert [entry.prompt_id for entry in removed] == [prompt_id(middle)]
 
 
 def test_texts_without_latin_words_are_still_told_apart() -> None:
@@ -304,7 +304,7 @@ def data_config(train: PromptSourceConfig, holdout: PromptSourceConfig) -> DataC
 
 def test_the_plan_keeps_the_holdout_out_of_training_and_lists_what_it_removed(tmp_path: Path) -> None:
     rows = [{"messages": user(text)} for text in ("One.", "Two.", HELD_OUT)]
-    plan = plan_prompts(
+    plan = make_prompts(
         data_config(
             write_rows(tmp_path / "train.jsonl", rows),
             write_rows(tmp_path / "holdout.jsonl", [{"messages": user(HELD_OUT.lower())}]),
@@ -328,4 +328,4 @@ def test_the_plan_keeps_the_holdout_out_of_training_and_lists_what_it_removed(tm
 
 def test_a_plan_whose_training_prompts_are_the_holdout_is_refused() -> None:
     with pytest.raises(ConfigError, match="all 64 prompts overlap"):
-        plan_prompts(data_config(starter("holdout"), starter("holdout")))
+        make_prompts(data_config(starter("holdout"), starter("holdout")))

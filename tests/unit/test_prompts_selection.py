@@ -12,8 +12,9 @@ import pytest
 
 from data_gen.near_duplicates import drop_near_duplicates
 from data_gen.prompt_filters import RowFilter, in_holdout
+from data_gen.prompt_report import PromptReport
 from data_gen.prompt_selection import share_out
-from data_gen.prompts import PromptRecord, load_prompts, plan_prompts, prompt_id
+from data_gen.prompts import PromptRecord, load_prompts, make_prompts, prompt_id
 from dflash2_train.config import ConfigError, DataConfig, PromptSourceConfig, SamplingConfig
 
 WORDS = "amber birch cedar delta ember flint grove heath inlet jolly kayak lemon maple north olive pearl".split()
@@ -139,7 +140,7 @@ def test_one_source_gives_both_sides_of_a_plan_whatever_the_order_of_its_rows(tm
     for name in ("given", "shuffled"):
         source = write(tmp_path / f"{name}.jsonl", texts, holdout_share=0.2)
         source.name = "same"
-        plans.append(plan_prompts(data([source], [source])))
+        plans.append(make_prompts(data([source], [source])))
         random.Random(1).shuffle(texts)
     assert plans[0].train == plans[1].train
     assert plans[0].holdout == plans[1].holdout
@@ -159,7 +160,7 @@ def test_two_shares_for_the_same_rows_are_refused(tmp_path: Path) -> None:
 
 def test_two_sources_of_a_hundred_both_stand_under_a_cap_of_fifty_and_a_seed_repeats_it(tmp_path: Path) -> None:
     sources = [write(tmp_path / f"{name}.jsonl", [f"{name} {i}" for i in range(100)]) for name in ("apples", "pears")]
-    plans = [plan_prompts(data(order, held_out(tmp_path), max_prompts=50)) for order in (sources, sources[::-1])]
+    plans = [make_prompts(data(order, held_out(tmp_path), max_prompts=50)) for order in (sources, sources[::-1])]
     assert plans[0].train == plans[1].train
     assert len(plans[0].train) == 50
     number = Counter(entry.source for entry in plans[0].train)
@@ -190,7 +191,7 @@ def test_weights_give_the_shares_of_the_total_and_a_short_source_leaves_its_shar
         write(tmp_path / f"{name}.jsonl", [f"{name} {i}" for i in range(size)], weight=weight)
         for name, (size, weight) in sizes.items()
     ]
-    plan = plan_prompts(data(sources, held_out(tmp_path), max_prompts=45))
+    plan = make_prompts(data(sources, held_out(tmp_path), max_prompts=45))
     assert Counter(entry.source for entry in plan.train) == {"a": 10, "b": 30, "c": 5}
     with pytest.raises(ConfigError, match=r"weight=\[1\.0, 3\.0, 2\.0\]: weights share out data\.max_prompts"):
         data(sources, held_out(tmp_path))
@@ -241,12 +242,12 @@ def test_which_of_two_near_duplicates_stays_does_not_depend_on_the_order(tmp_pat
     texts = [text.replace(text.split()[i], "changed") for i in range(20, 40, 2)] + [long_text(i) for i in range(2, 9)]
     plans = []
     for _ in range(2):
-        plans.append(plan_prompts(data([write(tmp_path / "rows.jsonl", texts)], held_out(tmp_path))))
+        plans.append(make_prompts(data([write(tmp_path / "rows.jsonl", texts)], held_out(tmp_path))))
         texts.reverse()
     assert plans[0].train == plans[1].train
     assert len(plans[0].train) < len(texts) - 5
     assert plans[0].report.sources[0].near_duplicates == len(texts) - len(plans[0].train)
-    off = plan_prompts(data([write(tmp_path / "rows.jsonl", texts)], held_out(tmp_path), near_duplicates=None))
+    off = make_prompts(data([write(tmp_path / "rows.jsonl", texts)], held_out(tmp_path), near_duplicates=None))
     assert len(off.train) == len(texts)
 
 
@@ -257,7 +258,7 @@ def test_evaluation_prompts_stay_out_of_training_and_the_report_says_which_set_w
         tmp_path / "train.jsonl", [f"Question number {i}" for i in range(5)] + [benchmark.upper(), f"Please: {held}"]
     )
     evaluation = write(tmp_path / "gsm8k.jsonl", [benchmark])
-    plan = plan_prompts(data([train], [write(tmp_path / "held.jsonl", [held])], evaluation_prompts=[evaluation]))
+    plan = make_prompts(data([train], [write(tmp_path / "held.jsonl", [held])], evaluation_prompts=[evaluation]))
     assert len(plan.train) == 5
     assert {(entry.reference, entry.rule) for entry in plan.report.removed} == {
         ("hold-out", "contains a hold-out turn"),
@@ -268,7 +269,7 @@ def test_evaluation_prompts_stay_out_of_training_and_the_report_says_which_set_w
     assert [entry.split for entry in plan.holdout] == ["holdout"]
 
 
-def test_a_source_with_every_fate_adds_up_and_its_report_is_written_whole(tmp_path: Path) -> None:
+def test_a_source_with_every_fate_adds_up_and_its_report_survives_json(tmp_path: Path) -> None:
     held = "Name the seven colours of the rainbow in the order in which they appear."
     text = long_text(1)
     rows = [f"Question number {i}" for i in range(40)] + ["QUESTION number 1", "x", held, text, f"{text} more"]
@@ -277,14 +278,13 @@ def test_a_source_with_every_fate_adds_up_and_its_report_is_written_whole(tmp_pa
     with open(second.path, "a") as file:
         file.write("{broken\n")
     config = data([first, second], [write(tmp_path / "held.jsonl", [held])], max_prompts=30)
-    report = plan_prompts(config).report
+    report = make_prompts(config).report
     counts = report.sources[1]
     assert counts.rows == len(rows) + 1
     assert (counts.rejected.total(), counts.filtered.total(), counts.capped) == (1, 1, 1)
     assert counts.duplicates == 2  # of a row of its own and of the first source
     assert counts.kept + counts.overlap.total() + counts.near_duplicates + counts.unused == 41
     assert report.totals()["train"] == 30
-    report.write(tmp_path / "run")
-    written = json.loads((tmp_path / "run" / "prompts_report.json").read_text())
-    assert written == report.to_dict()
+    written = json.loads(json.dumps(report.to_dict()))
+    assert PromptReport.from_dict(written) == report
     assert str(tmp_path) not in json.dumps(written)

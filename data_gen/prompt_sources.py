@@ -15,23 +15,23 @@ from dflash2_train.config import ConfigError, PromptSourceConfig
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
+def source_label(config: PromptSourceConfig) -> str:
+    """Short name of a source; of a local path the last part only, since reports are published."""
+    if config.name:
+        return config.name
+    if config.kind == "starter":
+        return f"starter {config.split}"
+    name = config.path if config.from_hub else Path(config.path).name
+    return " ".join(part for part in (name, config.subset, config.split, config.revision) if part)
+
+
 class PromptSource:
     """The rows of one configured source, streamed in their own order."""
 
     def __init__(self, config: PromptSourceConfig) -> None:
         self.config = config
+        self.label = source_label(config)
         self.revision = config.revision  # of a Hub data set that is not pinned: known once reading began
-
-    @property
-    def label(self) -> str:
-        """Short name; of a local path the last part only, since reports are published."""
-        config = self.config
-        if config.name:
-            return config.name
-        if config.kind == "starter":
-            return f"starter {config.split}"
-        name = config.path if config.from_hub else Path(config.path).name
-        return " ".join(part for part in (name, config.subset, config.split, config.revision) if part)
 
     def columns(self) -> set[str]:
         """Columns that the configuration names, and those that rows may name their source and licence in."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from dflash2_train.config.prompts import PromptSourceConfig
+from dflash2_train.config.prompts import PromptSourceConfig, check_sources
 from dflash2_train.config.rules import require
 from dflash2_train.config.sampling import SamplingConfig
 
@@ -54,9 +54,6 @@ class DataConfig:
         self.sampling.check()
 
     def _check_prompts(self) -> None:
-        for name in ("train_prompts", "holdout_prompts", "evaluation_prompts"):
-            for number, source in enumerate(vars(self)[name]):
-                source.check(f"data.{name}[{number}]")
         limit, near, share = self.max_prompts, self.near_duplicates, self.max_rejected_share
         require(limit is None or limit > 0, "data.max_prompts", limit, "must be positive", "Use null for all prompts.")
         require(
@@ -67,20 +64,4 @@ class DataConfig:
             "Use 0.8, or null to keep near-duplicates.",
         )
         require(0.0 <= share <= 1.0, "data.max_rejected_share", share, "must lie in [0, 1]", "Use 0.1.")
-        weighted = [source.weight is not None for source in self.train_prompts]
-        require(
-            not any(weighted) or (all(weighted) and limit is not None),
-            "data.train_prompts[*].weight",
-            [source.weight for source in self.train_prompts],
-            "weights share out data.max_prompts, so it takes all sources a weight and a data.max_prompts",
-            "Set both, or leave every weight null.",
-        )
-        for number, train in enumerate(self.train_prompts):
-            for holdout in self.holdout_prompts:
-                require(
-                    not train.same_rows(holdout) or train.holdout_share == holdout.holdout_share,
-                    f"data.train_prompts[{number}].holdout_share",
-                    train.holdout_share,
-                    f"data.holdout_prompts splits the same rows at {holdout.holdout_share}",
-                    "Use one share for both.",
-                )
+        check_sources(self.train_prompts, self.holdout_prompts, self.evaluation_prompts, limit)

@@ -120,3 +120,51 @@ class PromptSourceConfig:
             paths = [str(absolute(path)) for path in paths]
         mine, theirs = ((source.kind, source.split, source.subset) for source in (self, other))
         return paths[0] == paths[1] and mine == theirs
+
+
+def check_sources(
+    train: list[PromptSourceConfig],
+    holdout: list[PromptSourceConfig],
+    evaluation: list[PromptSourceConfig],
+    max_prompts: int | None,
+) -> None:
+    """Check every source, and that weights and splits fit together.
+
+    Raises:
+        ConfigError: the first rule that is broken.
+    """
+    for split, sources in (("train", train), ("holdout", holdout), ("evaluation", evaluation)):
+        for number, source in enumerate(sources):
+            key = f"data.{split}_prompts[{number}]"
+            source.check(key)
+            require(
+                split == "train" or source.weight is None,
+                f"{key}.weight",
+                source.weight,
+                "only training prompts are shared out by weight",
+                "Leave it out, and set max_prompts.",
+            )
+            require(
+                split != "evaluation" or not source.holdout_share,
+                f"{key}.holdout_share",
+                source.holdout_share,
+                "all prompts of a benchmark stay out of training",
+                "Leave it out.",
+            )
+    weights = [source.weight for source in train]
+    require(
+        weights == [None] * len(weights) or (None not in weights and max_prompts is not None),
+        "data.train_prompts[*].weight",
+        weights,
+        "weights share out data.max_prompts, so it takes a weight for every source and a data.max_prompts",
+        "Set them all, or leave every weight null.",
+    )
+    for number, source in enumerate(train):
+        for other in holdout:
+            require(
+                not source.same_rows(other) or source.holdout_share == other.holdout_share,
+                f"data.train_prompts[{number}].holdout_share",
+                source.holdout_share,
+                f"data.holdout_prompts splits the same rows at {other.holdout_share}",
+                "Use one share for both.",
+            )

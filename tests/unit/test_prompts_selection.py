@@ -195,6 +195,10 @@ def test_weights_give_the_shares_of_the_total_and_a_short_source_leaves_its_shar
     assert Counter(entry.source for entry in plan.train) == {"a": 10, "b": 30, "c": 5}
     with pytest.raises(ConfigError, match=r"weight=\[1\.0, 3\.0, 2\.0\]: weights share out data\.max_prompts"):
         data(sources, held_out(tmp_path))
+    with pytest.raises(ConfigError, match=r"holdout_prompts\[0\]\.weight=1\.0: only training prompts"):
+        data(held_out(tmp_path), sources[:1])
+    with pytest.raises(ConfigError, match=r"evaluation_prompts\[0\]\.holdout_share=0\.5: all prompts of a benchmark"):
+        data(held_out(tmp_path), [], evaluation_prompts=[write(tmp_path / "e.jsonl", ["A"], holdout_share=0.5)])
 
 
 def test_shares_add_up_never_exceed_what_is_there_and_stay_within_one_of_the_proportion() -> None:

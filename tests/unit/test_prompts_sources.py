@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -282,3 +283,24 @@ def test_an_unpinned_hub_source_records_the_commit_that_was_read(monkeypatch: py
     records, report = load_prompts([source])
     assert [(record.source, record.messages) for record in records] == [("ours", user("From train"))]
     assert (report.sources[0].revision, report.sources[0].terms) == ("a1" * 20, "gated")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_files_with_random_damage_never_raise_anything_but_a_counted_rejection(tmp_path: Path, kind: str) -> None:
+    rng = random.Random(0)
+    for trial in range(60):
+        path = tmp_path / f"{trial}.{kind}"
+        rows = [{"prompt": f"Say, {i}"} for i in range(20)]
+        jsonl(path, rows) if kind == "jsonl" else write_csv(path, rows)
+        content = bytearray(path.read_bytes())
+        first = 0 if kind == "jsonl" else len("prompt\r\n")  # without its header a CSV file is no CSV file
+        for _ in range(rng.randint(1, 30)):
+            at = rng.randrange(first, len(content))
+            content[at : at + rng.choice((0, 1, 1, 9))] = rng.randbytes(rng.choice((0, 1, 1, 5)))
+        path.write_bytes(content)
+        records, report = load_prompts(
+            [PromptSourceConfig(kind=kind, path=str(path), prompt_column="prompt")], max_rejected_share=0.999
+        )
+        assert len(records) == report.sources[0].kept > 0
+        for record in records:
+            record.messages[0]["content"].encode()

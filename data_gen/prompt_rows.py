@@ -77,8 +77,8 @@ def _parse_lines(file: BinaryIO, name: str) -> Iterator[Row]:
 
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes | None]:
     """Lines; None for one beyond the limit, whose rest is read and dropped piece by piece."""
-    while line := file.readline(MAX_LINE_BYTES):
-        if line.endswith(b"\n") or len(line) < MAX_LINE_BYTES:
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        if line.endswith(b"\n") or len(line) <= MAX_LINE_BYTES:
             yield line
             continue
         while (piece := file.readline(MAX_LINE_BYTES)) and not piece.endswith(b"\n"):

@@ -63,7 +63,7 @@ def read_plan(config: DataConfig) -> PromptPlan | None:
             record = PromptRecord(**json.loads(line))
             splits[record.split].append(record)
     _LOG.info("prompts as planned before, from %s; remove %s to plan anew", prompts, REPORT_FILE)
-    return make_plan(splits["train"], splits["holdout"], PromptReport.from_dict(stored))
+    return assemble_plan(splits["train"], splits["holdout"], PromptReport.from_dict(stored))
 
 
 def write_plan(config: DataConfig, plan: PromptPlan) -> None:
@@ -81,7 +81,7 @@ def write_plan(config: DataConfig, plan: PromptPlan) -> None:
     atomic_write_json(root / REPORT_FILE, {**head, **plan.report.to_dict()})
 
 
-def make_plan(train: list[PromptRecord], holdout: list[PromptRecord], report: PromptReport) -> PromptPlan:
+def assemble_plan(train: list[PromptRecord], holdout: list[PromptRecord], report: PromptReport) -> PromptPlan:
     """A plan with the hashes of its hold-out."""
     hashes = sorted({holdout_hash(record.messages) for record in holdout})
     return PromptPlan(train=train, holdout=holdout, holdout_hashes=hashes, report=report)

@@ -29,7 +29,7 @@ from data_gen.prompt_report import EARLY_ROWS, NEAR_EXAMPLES, PromptReport, Remo
 from data_gen.prompt_rows import RowRejectedError
 from data_gen.prompt_selection import Selection, order_key, share_out
 from data_gen.prompt_sources import PromptSource
-from data_gen.prompt_store import make_plan, read_plan, write_plan
+from data_gen.prompt_store import assemble_plan, read_plan, write_plan
 from dflash2_train.config import ConfigError, DataConfig, PromptSourceConfig
 
 __all__ = ["PromptPlan", "PromptRecord", "find_overlap", "load_prompts", "make_prompts", "plan_prompts", "prompt_id"]
@@ -127,7 +127,7 @@ def make_prompts(config: DataConfig) -> PromptPlan:
     if config.max_prompts is not None:
         _share_out(loaded, config.max_prompts)
     report.sources = [source.close() for source in loaded] + report.sources
-    return make_plan(_merge(loaded), holdout, report)
+    return assemble_plan(_merge(loaded), holdout, report)
 
 
 def find_overlap(

@@ -207,6 +207,21 @@ def test_broken_lines_cost_themselves_and_are_named(tmp_path: Path, monkeypatch:
     assert [cause.split(" ")[0] for cause in counts.first_rejected] == [f"rows.jsonl:{n}:" for n in (2, 3, 4, 7, 8)]
 
 
+def test_a_line_as_long_as_allowed_is_read_and_one_byte_more_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = json.dumps({"messages": user("x" * 500)}).encode()
+    monkeypatch.setattr(prompt_rows, "MAX_LINE_BYTES", len(line))
+    path = tmp_path / "rows.jsonl"
+    for content in (line, line + b"\n"):
+        path.write_bytes(content)
+        assert contents(PromptSourceConfig(kind="jsonl", path=str(path))) == ["x" * 500]
+    path.write_bytes(line.replace(b"xx", b"xxx", 1) + b"\n" + json.dumps({"messages": user("next")}).encode())
+    records, report = load_prompts([PromptSourceConfig(kind="jsonl", path=str(path))], max_rejected_share=0.5)
+    assert [record.messages for record in records] == [user("next")]
+    assert list(report.sources[0].rejected) == ["a line of more than 16 MiB"]
+
+
 def test_broken_csv_rows_cost_themselves_and_are_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(b"prompt,note\nOne,a\nTwo\n\nThree,b,c\ncaf\xe9,d\n\x00\x01,e\nFour,f\n")

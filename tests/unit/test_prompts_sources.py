@@ -103,6 +103,26 @@ def test_the_same_words_with_other_tools_are_another_prompt(tmp_path: Path) -> N
     assert len({record.prompt_id for record in load_prompts([source])[0]}) == 3
 
 
+def test_unusual_rows_are_read_or_rejected_and_none_vanishes(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"messages": [{"role": "assistant", "content": "Hello"}, *user("Hi")]},
+        {"messages": [*user("Hi"), {"role": "bot", "content": "Hello"}, *user("Bye")]},
+        {"messages": user("With a list"), "tools": [TOOL]},
+        {"messages": user("With text"), "tools": json.dumps([TOOL])},
+        {"messages": user("Without"), "tools": None},
+        {"messages": [{"role": "user", "content": None}]},
+        *({"messages": user(f"Plain {i}")} for i in range(4)),
+    ]
+    source = jsonl(tmp_path / "rows.jsonl", rows, tools_column="tools")
+    _, report = load_prompts([source], max_rejected_share=0.2)
+    assert report.sources[0].rejected == {"unknown role": 1, "content is not text": 1}
+    assert report.sources[0].kept == 8
+    source.roles = {"bot": "assistant"}
+    records, report = load_prompts([source])
+    assert report.sources[0].rejected == {"content is not text": 1}
+    assert [message["role"] for record in records for message in record.messages].count("assistant") == 2
+
+
 @pytest.mark.parametrize(
     ("row", "fields", "reason"),
     [

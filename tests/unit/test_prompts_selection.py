@@ -202,7 +202,7 @@ def test_weights_give_the_shares_of_the_total_and_a_short_source_leaves_its_shar
 
 
 def test_shares_add_up_never_exceed_what_is_there_and_stay_within_one_of_the_proportion() -> None:
-    assert share_out(10, [100, 100, 100], [1.4, 1.0, 1.0]) == [4, 3, 3]  # what rounding leaves goes to 2.94, not to 4.12
+    assert share_out(10, [100, 100, 100], [1.4, 1.0, 1.0]) == [4, 3, 3]  # the rest goes to 2.94, not to 4.12
     rng = random.Random(0)
     for _ in range(500):
         number = rng.randint(1, 6)

@@ -1,17 +1,8 @@
-"""Grouped-query attention of a block over its context and itself, with what it needs: RMSNorm and rotation.
-
-One softmax spans [context | own block]. Its two parts are computed apart, because their keys are shared differently:
-all blocks of a row look at the same S context keys, one large matrix product, while each block has W keys of its own,
-one small product a block. So there is never an [A * W, A * W] mask of which all but the diagonal is empty.
-
-    scores  = [ q k_context^T | q k_block^T ] / sqrt(D),   context part masked by what the block may see
-    output  = softmax(scores) [ v_context | v_block ]
+"""Grouped-query attention of blocks: projections, norms and rotation around one of the attention paths.
 
 Queries, keys and values of the block come from the convolved, normed block state. Context keys and values come from
 the encoded taps alone: no input norm, no convolution, so they can be made once and kept over decoding rounds. Query
 heads of one key head lie side by side, so that nothing is repeated for grouped-query attention.
-
-A block always sees itself, so no softmax row is ever empty, whatever the context mask says.
 
 Letters: B rows, A blocks a row, W block size, S context tokens, H hidden, N query heads, M key heads, D head size.
 """
@@ -22,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dflash2_train.model.attend_dense import Attend, KeysValues
 from dflash2_train.model.drafter_config import DrafterShape
 
-KeysValues = tuple[Tensor, Tensor]  # rotated keys and values of one layer's context, [B, M, S, D] each
 Rotation = tuple[Tensor, Tensor]  # cos and sin, fp32 [..., 1, D / 2]
 
 
@@ -72,14 +63,8 @@ def rotate(heads: Tensor, table: Rotation, scale: float = 1.0) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(heads.dtype)
 
 
-def score_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Visibility [B, A, W | 1, S] as an additive bias (0 or -inf) laid out for the scores: [B, 1, A, W | 1, 1, S]."""
-    bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
-    return bias[:, None, :, :, None, :]
-
-
 class BlockAttention(nn.Module):
-    """Projections as published (``q_proj`` ... ``k_norm``) and the two-part attention described above."""
+    """Projections as published (``q_proj`` ... ``k_norm``) around an ``Attend``."""
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
@@ -117,20 +102,20 @@ class BlockAttention(nn.Module):
         keys = rotate(self.k_norm(keys), table)
         return keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()
 
-    def forward(self, hidden: Tensor, table: Rotation, context: KeysValues, bias: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, table: Rotation, context: KeysValues, attend: Attend) -> Tensor:
         """Attend from every slot of every block.
 
         Args:
             hidden: [B, A, W, H], convolved and normed block states.
             table: rotation of the blocks' positions, [B, A, W, 1, D / 2].
             context: keys and values of the row's context, [B, M, S, D].
-            bias: [B, 1, A, W | 1, 1, S], 0 where a slot sees a context key and -inf elsewhere; None = sees all.
+            attend: how; it knows what each slot sees.
 
         Returns:
             [B, A, W, H].
         """
         queries, keys, values = self._project_block(hidden, table)
-        mixed = attend(queries, context, (keys, values), bias)  # [B, M, A, W, N / M, D]
+        mixed = attend(queries, context, (keys, values))  # [B, M, A, W, N / M, D]
         return self.o_proj(mixed.permute(0, 2, 3, 1, 4, 5).flatten(3))  # [B, A, W, N * D]
 
     def _project_block(self, hidden: Tensor, table: Rotation) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,28 +131,3 @@ class BlockAttention(nn.Module):
             keys.permute(0, 3, 1, 2, 4).contiguous(),
             values.permute(0, 3, 1, 2, 4).contiguous(),
         )
-
-
-def attend(queries: Tensor, context: KeysValues, block: KeysValues, bias: Tensor | None) -> Tensor:
-    """One softmax over context and own block.
-
-    Args:
-        queries: [B, M, A, W, N / M, D], contiguous, scaled.
-        context: keys and values [B, M, S, D].
-        block: keys and values [B, M, A, W, D].
-        bias: [B, 1, A, W | 1, 1, S] or None.
-
-    Returns:
-        [B, M, A, W, N / M, D].
-    """
-    num_context, width = context[0].shape[2], block[0].shape[3]
-    scores = queries.flatten(2, 4) @ context[0].transpose(-1, -2)  # [B, M, A * W * N/M, S]
-    scores = scores.unflatten(2, queries.shape[2:5])  # [B, M, A, W, N/M, S]
-    if bias is not None:
-        scores = scores + bias
-    own = queries.flatten(3, 4) @ block[0].transpose(-1, -2)  # [B, M, A, W * N/M, W]
-    # Softmax of a bf16 tensor computes in fp32 and rounds its result, on CPU and GPU alike.
-    joint = torch.softmax(torch.cat([scores, own.unflatten(3, queries.shape[3:5])], -1), -1)  # [..., S + W]
-    on_context, on_block = joint.split([num_context, width], -1)
-    mixed = (on_context.flatten(2, 4) @ context[1]).view_as(queries)
-    return mixed + (on_block.flatten(3, 4) @ block[1]).view_as(queries)

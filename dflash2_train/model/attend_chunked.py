@@ -1,0 +1,240 @@
+"""Attention of blocks a few at a time, over the keys that these few can see. Exact, on any device.
+
+Blocks of a row come sorted by anchor, so what neighbours see is nearly the same run of keys. A chunk takes neighbours
+while their scores fit a byte budget and while at most a third of them would be hidden; its scores cover the
+union of their spans, the softmax joins them with the scores of the own blocks, and the few columns that some slot
+of the chunk does not see are filled with -inf. For one long document that halves the work of the dense path, for many
+packed ones it leaves a small part of it.
+
+The backward pass computes a chunk's weights again instead of keeping them, so nothing of size A * S is ever held:
+one buffer, small enough for the cache, serves all chunks.
+
+Letters: B rows, A blocks a row, W block size, S context tokens, M key heads, R query heads a key head, D head size;
+c blocks and L keys of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dflash2_train.masks import ContextSpans
+from dflash2_train.model.attend_dense import KeysValues
+
+MAX_WASTE = 1.5  # scores computed, over those that some slot sees
+CPU_CHUNK_BYTES = 2 << 20  # a core's second-level cache
+DEVICE_CHUNK_BYTES = 256 << 20  # enough rows to fill a GPU
+
+
+class _Cut(NamedTuple):
+    """Blocks ``start .. stop`` of a row, and the union ``first_key .. stop_key`` of their spans."""
+
+    row: int
+    start: int
+    stop: int
+    first_key: int
+    stop_key: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Neighbouring blocks of a row that are computed together."""
+
+    row: int
+    blocks: slice  # c of the row's A
+    keys: slice  # L of the row's S
+    # Columns of the chunk that not every slot sees, and who does not: bool [c, W | 1, columns], True = hidden.
+    hidden: tuple[tuple[slice, Tensor], ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """c."""
+        return int(self.blocks.stop - self.blocks.start)
+
+    @property
+    def num_keys(self) -> int:
+        """L."""
+        return int(self.keys.stop - self.keys.start)
+
+
+class ChunkedAttend:
+    """Attention by chunks.
+
+    Args:
+        spans: what each slot sees.
+        block_size: W.
+        rows_per_block: M * W * R, score rows that one block has.
+        chunk_bytes: scores of a chunk, bytes; at least one block is taken.
+        element_bytes: of one score, the size of the dtype.
+    """
+
+    def __init__(
+        self, spans: ContextSpans, *, block_size: int, rows_per_block: int, chunk_bytes: int, element_bytes: int
+    ) -> None:
+        self._rows_per_block, self._block_size = rows_per_block, block_size
+        columns = chunk_bytes // (rows_per_block * element_bytes)  # c * (L + W) at most
+        self.chunks = [_chunk(spans, cut, last) for cut, last in _cuts(spans, block_size, columns)]
+
+    @property
+    def score_elements(self) -> int:
+        """Scores that a forward pass computes."""
+        return sum(self._elements(chunk) for chunk in self.chunks)
+
+    @property
+    def buffer_elements(self) -> int:
+        """Scores alive at once."""
+        return max((self._elements(chunk) for chunk in self.chunks), default=0)
+
+    def _elements(self, chunk: Chunk) -> int:
+        return self._rows_per_block * chunk.num_blocks * (chunk.num_keys + self._block_size)
+
+    def __call__(self, queries: Tensor, context: KeysValues, block: KeysValues) -> Tensor:
+        out: Tensor = _ChunkedAttention.apply(queries, *context, *block, self)  # type: ignore[no-untyped-call]
+        return out
+
+
+def _cuts(spans: ContextSpans, block_size: int, columns: int) -> Iterator[tuple[_Cut, tuple[int, int]]]:
+    """Cut every row. Also yields the keys ``first .. stop`` that all slots of the chunk see; none if first >= stop."""
+    # One transfer from the device for all rows: first key of the first and of the last slot, stop.
+    table = torch.stack([spans.first[..., 0], spans.first[..., -1], spans.stop]).tolist()
+    for row, (first, last_first, stop) in enumerate(zip(*table, strict=True)):
+        for cut in _cut_row(row, first, stop, block_size, columns):
+            members = slice(cut.start, cut.stop)
+            yield cut, (max(last_first[members]), min(stop[members]))
+
+
+def _cut_row(row: int, first: Sequence[int], stop: Sequence[int], width: int, columns: int) -> Iterator[_Cut]:
+    """Neighbours together, while the budget and ``MAX_WASTE`` allow; blocks without context apart from the rest."""
+    chunk: _Cut | None = None
+    seen = 0  # columns that the blocks of the chunk see, summed
+    for index, (low, high) in enumerate(zip(first, stop, strict=True)):
+        if chunk is not None:
+            grown = _Cut(row, chunk.start, index + 1, min(chunk.first_key, low), max(chunk.stop_key, high))
+            area = (grown.stop - grown.start) * (grown.stop_key - grown.first_key + width)
+            same_kind = (low == high) == (chunk.first_key == chunk.stop_key)
+            if same_kind and low == high:
+                grown, area = chunk._replace(stop=index + 1), (index + 1 - chunk.start) * width
+            if same_kind and area <= columns and area <= MAX_WASTE * (seen + high - low + width):
+                chunk, seen = grown, seen + high - low + width
+                continue
+            yield chunk
+        chunk, seen = _Cut(row, index, index + 1, low, high), high - low + width
+    if chunk is not None:
+        yield chunk
+
+
+def _chunk(spans: ContextSpans, cut: _Cut, common: tuple[int, int]) -> Chunk:
+    """A cut with the masks of its ragged columns: those before and behind what all slots see."""
+    low, high = cut.first_key, cut.stop_key
+    begin, end = (min(max(common[0], low), high), min(max(common[1], low), high))
+    ragged = [(low, high)] if begin >= end else [(low, begin), (end, high)]
+    first = spans.first[cut.row, cut.start : cut.stop]  # [c, W | 1]
+    stop = spans.stop[cut.row, cut.start : cut.stop, None]  # [c, 1]
+    masks = []
+    for left, right in ragged:
+        if left < right:
+            keys = torch.arange(left, right, device=first.device)
+            hidden = (keys < first.unsqueeze(-1)) | (keys >= stop.unsqueeze(-1))  # [c, W | 1, columns]
+            masks.append((slice(left - low, right - low), hidden))
+    return Chunk(row=cut.row, blocks=slice(cut.start, cut.stop), keys=slice(low, high), hidden=tuple(masks))
+
+
+class _ChunkedAttention(torch.autograd.Function):
+    """Inputs as ``Attend`` takes them; the plan's chunks, one after the other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, own_keys: Tensor, own_values: Tensor, plan: Any
+    ) -> Tensor:
+        ctx.save_for_backward(queries, keys, values, own_keys, own_values)
+        ctx.plan = plan
+        own = queries.flatten(3, 4) @ own_keys.transpose(-1, -2)  # [B, M, A, W * R, W]: scores, then weights
+        out = torch.empty_like(queries)
+        buffer = queries.new_empty(plan.buffer_elements)
+        for chunk in plan.chunks:
+            weights = _weights(chunk, queries, keys, own, buffer)
+            own_part = _of(chunk, own)
+            own_part.copy_(weights[..., chunk.num_keys :].view_as(own_part))
+            context_part = weights[..., : chunk.num_keys] @ _keys_of(chunk, values)  # [M, c * W * R, D]
+            out[chunk.row, :, chunk.blocks] = context_part.view_as(_of(chunk, out))
+        return out.add_((own @ own_values).view_as(out))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        queries, keys, values, own_keys, own_values = ctx.saved_tensors
+        grad_out = grads[0].contiguous()
+        own = queries.flatten(3, 4) @ own_keys.transpose(-1, -2)
+        grad_own = grad_out.flatten(3, 4) @ own_values.transpose(-1, -2)  # by the weights, then by the scores
+        grad_queries = torch.empty_like(queries)
+        # [B, M, D, S]: a transposed product reads the weights along their rows, and sums of chunks stay in fp32.
+        total = torch.promote_types(queries.dtype, torch.float32)
+        grad_keys, grad_values = (torch.zeros_like(part.transpose(2, 3), dtype=total) for part in (keys, values))
+        buffer, grad_buffer = queries.new_empty(2, ctx.plan.buffer_elements)
+        for chunk in ctx.plan.chunks:
+            weights = _weights(chunk, queries, keys, own, buffer)
+            grad_scores = _grad_scores(chunk, weights, grad_out, values, grad_own, grad_buffer)
+            for part, source in ((own, weights), (grad_own, grad_scores)):
+                _of(chunk, part).copy_(source[..., chunk.num_keys :].view_as(_of(chunk, part)))
+            on_context, grad_context = weights[..., : chunk.num_keys], grad_scores[..., : chunk.num_keys]
+            by_query = grad_context @ _keys_of(chunk, keys)
+            grad_queries[chunk.row, :, chunk.blocks] = by_query.view_as(_of(chunk, queries))
+            grad_values[chunk.row, ..., chunk.keys] += _rows_of(chunk, grad_out).transpose(1, 2) @ on_context
+            grad_keys[chunk.row, ..., chunk.keys] += _rows_of(chunk, queries).transpose(1, 2) @ grad_context
+        grad_queries += (grad_own @ own_keys).view_as(queries)
+        return (
+            grad_queries,
+            grad_keys.transpose(2, 3).to(keys.dtype),
+            grad_values.transpose(2, 3).to(values.dtype),
+            grad_own.transpose(-1, -2) @ queries.flatten(3, 4),
+            own.transpose(-1, -2) @ grad_out.flatten(3, 4),
+            None,
+        )
+
+
+def _of(chunk: Chunk, source: Tensor) -> Tensor:
+    """The chunk's blocks of [B, M, A, ...] as [M, c, ...]."""
+    return source[chunk.row, :, chunk.blocks]
+
+
+def _rows_of(chunk: Chunk, source: Tensor) -> Tensor:
+    """The chunk's score rows of [B, M, A, W, R, D] as [M, c * W * R, D]."""
+    return _of(chunk, source).flatten(1, 3)
+
+
+def _keys_of(chunk: Chunk, source: Tensor) -> Tensor:
+    """The chunk's keys of [B, M, S, D] as [M, L, D]."""
+    return source[chunk.row, :, chunk.keys]
+
+
+def _joint(chunk: Chunk, rows: Tensor, columns: Tensor, own: Tensor, buffer: Tensor) -> Tensor:
+    """``[ rows columns^T | own ]`` in the buffer: [M, c * W * R, L + W]."""
+    heads, count = rows.shape[:2]
+    width = chunk.num_keys + own.shape[-1]
+    joint = buffer[: heads * count * width].view(heads, count, width)
+    if chunk.num_keys:
+        torch.bmm(rows, columns.transpose(1, 2), out=joint[..., : chunk.num_keys])
+    joint[..., chunk.num_keys :] = _of(chunk, own).flatten(1, 2)
+    return joint
+
+
+def _weights(chunk: Chunk, queries: Tensor, keys: Tensor, own: Tensor, buffer: Tensor) -> Tensor:
+    """Softmax of a chunk over context and own block, [M, c * W * R, L + W]."""
+    joint = _joint(chunk, _rows_of(chunk, queries), _keys_of(chunk, keys), own, buffer)
+    slots = joint.unflatten(1, (chunk.num_blocks, queries.shape[3], queries.shape[4]))  # [M, c, W, R, L + W]
+    for columns, hidden in chunk.hidden:
+        slots[..., columns].masked_fill_(hidden.unsqueeze(2), float("-inf"))
+    return torch.softmax(joint, -1, out=joint)
+
+
+def _grad_scores(
+    chunk: Chunk, weights: Tensor, grad_out: Tensor, values: Tensor, grad_own: Tensor, buffer: Tensor
+) -> Tensor:
+    """Gradient by a chunk's scores, [M, c * W * R, L + W]; ``grad_own`` holds that by the own block's weights."""
+    joint = _joint(chunk, _rows_of(chunk, grad_out), _keys_of(chunk, values), grad_own, buffer)
+    return torch._softmax_backward_data(joint, weights, -1, weights.dtype)

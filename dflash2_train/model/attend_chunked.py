@@ -53,12 +53,12 @@ class Chunk:
 
     @property
     def num_blocks(self) -> int:
-        """c."""
+        """Blocks, c."""
         return int(self.blocks.stop - self.blocks.start)
 
     @property
     def num_keys(self) -> int:
-        """L."""
+        """Keys, L."""
         return int(self.keys.stop - self.keys.start)
 
 

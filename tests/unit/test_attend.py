@@ -252,7 +252,7 @@ def test_nothing_of_the_size_of_the_scores_is_kept_for_the_backward_pass() -> No
 def test_the_listed_tiles_hold_all_that_is_seen_and_full_ones_nothing_else(
     blocks: int, width: int, window: int | None
 ) -> None:
-    tokens, heads = 700, 3
+    heads = 3
     anchors = torch.arange(blocks)[None] * (300 // blocks) + 1
     spans = context_masks(
         ["full_attention" if window is None else "sliding_attention"],

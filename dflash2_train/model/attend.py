@@ -45,5 +45,5 @@ def choose_attend(path: str, spans: ContextSpans, shape: DrafterShape, blocks: T
         block_size=width,
         rows_per_block=shape.num_heads * width,
         chunk_bytes=DEVICE_CHUNK_BYTES if blocks.is_cuda else CPU_CHUNK_BYTES,
-        element_bytes=blocks.element_size(),
+        dtype=blocks.dtype,
     )

@@ -3,7 +3,7 @@
 Blocks of a row come sorted by anchor, so what neighbours see is nearly the same run of keys. A chunk takes neighbours
 while their scores fit a byte budget and while at most a third of them would be hidden; its scores cover the
 union of their spans, the softmax joins them with the scores of the own blocks, and the few columns that some slot
-of the chunk does not see are filled with -inf. For one long document that halves the work of the dense path, for many
+of the chunk does not see get a bias of -inf there. For one long document that halves the work of the dense path, for many
 packed ones it leaves a small part of it.
 
 The backward pass computes a chunk's weights again instead of keeping them, so nothing of size A * S is ever held:
@@ -48,8 +48,8 @@ class Chunk:
     row: int
     blocks: slice  # c of the row's A
     keys: slice  # L of the row's S
-    # Columns of the chunk that not every slot sees, and who does not: bool [c, W | 1, columns], True = hidden.
-    hidden: tuple[tuple[slice, Tensor], ...]
+    # Columns of the chunk that not every slot sees, and their bias [c, W | 1, columns]: -inf where hidden, else 0.
+    ragged: tuple[tuple[slice, Tensor], ...]
 
     @property
     def num_blocks(self) -> int:
@@ -70,15 +70,15 @@ class ChunkedAttend:
         block_size: W.
         rows_per_block: M * W * R, score rows that one block has.
         chunk_bytes: scores of a chunk, bytes; at least one block is taken.
-        element_bytes: of one score, the size of the dtype.
+        dtype: of queries and keys.
     """
 
     def __init__(
-        self, spans: ContextSpans, *, block_size: int, rows_per_block: int, chunk_bytes: int, element_bytes: int
+        self, spans: ContextSpans, *, block_size: int, rows_per_block: int, chunk_bytes: int, dtype: torch.dtype
     ) -> None:
         self._rows_per_block, self._block_size = rows_per_block, block_size
-        columns = chunk_bytes // (rows_per_block * element_bytes)  # c * (L + W) at most
-        self.chunks = [_chunk(spans, cut, last) for cut, last in _cuts(spans, block_size, columns)]
+        columns = chunk_bytes // (rows_per_block * dtype.itemsize)  # c * (L + W) at most
+        self.chunks = [_chunk(spans, cut, common, dtype) for cut, common in _cuts(spans, block_size, columns)]
 
     @property
     def score_elements(self) -> int:
@@ -128,20 +128,21 @@ def _cut_row(row: int, first: Sequence[int], stop: Sequence[int], width: int, co
         yield chunk
 
 
-def _chunk(spans: ContextSpans, cut: _Cut, common: tuple[int, int]) -> Chunk:
-    """A cut with the masks of its ragged columns: those before and behind what all slots see."""
+def _chunk(spans: ContextSpans, cut: _Cut, common: tuple[int, int], dtype: torch.dtype) -> Chunk:
+    """A cut with the bias of its ragged columns: those before and behind what all slots see."""
     low, high = cut.first_key, cut.stop_key
     begin, end = (min(max(common[0], low), high), min(max(common[1], low), high))
     ragged = [(low, high)] if begin >= end else [(low, begin), (end, high)]
     first = spans.first[cut.row, cut.start : cut.stop]  # [c, W | 1]
     stop = spans.stop[cut.row, cut.start : cut.stop, None]  # [c, 1]
-    masks = []
+    biases = []
     for left, right in ragged:
         if left < right:
             keys = torch.arange(left, right, device=first.device)
             hidden = (keys < first.unsqueeze(-1)) | (keys >= stop.unsqueeze(-1))  # [c, W | 1, columns]
-            masks.append((slice(left - low, right - low), hidden))
-    return Chunk(row=cut.row, blocks=slice(cut.start, cut.stop), keys=slice(low, high), hidden=tuple(masks))
+            bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            biases.append((slice(left - low, right - low), bias))
+    return Chunk(row=cut.row, blocks=slice(cut.start, cut.stop), keys=slice(low, high), ragged=tuple(biases))
 
 
 class _ChunkedAttention(torch.autograd.Function):
@@ -184,8 +185,10 @@ class _ChunkedAttention(torch.autograd.Function):
             on_context, grad_context = weights[..., : chunk.num_keys], grad_scores[..., : chunk.num_keys]
             by_query = grad_context @ _keys_of(chunk, keys)
             grad_queries[chunk.row, :, chunk.blocks] = by_query.view_as(_of(chunk, queries))
-            grad_values[chunk.row, ..., chunk.keys] += _rows_of(chunk, grad_out).transpose(1, 2) @ on_context
-            grad_keys[chunk.row, ..., chunk.keys] += _rows_of(chunk, queries).transpose(1, 2) @ grad_context
+            by_value = _rows_of(chunk, grad_out).transpose(1, 2) @ on_context  # [M, D, L]
+            grad_values[chunk.row, ..., chunk.keys] += by_value.to(total)
+            by_key = _rows_of(chunk, queries).transpose(1, 2) @ grad_context
+            grad_keys[chunk.row, ..., chunk.keys] += by_key.to(total)
         grad_queries += (grad_own @ own_keys).view_as(queries)
         return (
             grad_queries,
@@ -227,8 +230,8 @@ def _weights(chunk: Chunk, queries: Tensor, keys: Tensor, own: Tensor, buffer: T
     """Softmax of a chunk over context and own block, [M, c * W * R, L + W]."""
     joint = _joint(chunk, _rows_of(chunk, queries), _keys_of(chunk, keys), own, buffer)
     slots = joint.unflatten(1, (chunk.num_blocks, queries.shape[3], queries.shape[4]))  # [M, c, W, R, L + W]
-    for columns, hidden in chunk.hidden:
-        slots[..., columns].masked_fill_(hidden.unsqueeze(2), float("-inf"))
+    for columns, bias in chunk.ragged:
+        slots[..., columns] += bias.unsqueeze(2)
     return torch.softmax(joint, -1, out=joint)
 
 

@@ -84,7 +84,7 @@ def chunked(scene: Scene, chunk_bytes: int) -> ChunkedAttend:
         block_size=scene.width,
         rows_per_block=KEY_HEADS * scene.width * PER_KEY,
         chunk_bytes=chunk_bytes,
-        element_bytes=scene.queries.element_size(),
+        dtype=scene.queries.dtype,
     )
 
 

@@ -3,8 +3,8 @@
 Blocks of a row come sorted by anchor, so what neighbours see is nearly the same run of keys. A chunk takes neighbours
 while their scores fit a byte budget and while at most a third of them would be hidden; its scores cover the
 union of their spans, the softmax joins them with the scores of the own blocks, and the few columns that some slot
-of the chunk does not see get a bias of -inf there. For one long document that halves the work of the dense path, for many
-packed ones it leaves a small part of it.
+of the chunk does not see get a bias of -inf there. For one long document that halves the work of the dense path, for
+many packed ones it leaves a small part of it.
 
 The backward pass computes a chunk's weights again instead of keeping them, so nothing of size A * S is ever held:
 one buffer, small enough for the cache, serves all chunks.
@@ -15,6 +15,7 @@ c blocks and L keys of a chunk.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from dflash2_train.masks import ContextSpans
 from dflash2_train.model.attend_dense import KeysValues
@@ -158,11 +160,9 @@ class _ChunkedAttention(torch.autograd.Function):
         out = torch.empty_like(queries)
         buffer = queries.new_empty(plan.buffer_elements)
         for chunk in plan.chunks:
-            weights = _weights(chunk, queries, keys, own, buffer)
-            own_part = _of(chunk, own)
-            own_part.copy_(weights[..., chunk.num_keys :].view_as(own_part))
-            context_part = weights[..., : chunk.num_keys] @ _keys_of(chunk, values)  # [M, c * W * R, D]
-            out[chunk.row, :, chunk.blocks] = context_part.view_as(_of(chunk, out))
+            weights = _weights(chunk, _rows(chunk, queries), _columns(chunk, keys, own), own, buffer)
+            _put_own(chunk, own, weights)
+            _of(chunk, out).copy_((weights @ _columns(chunk, values, own)).view_as(_of(chunk, out)))
         return out.add_((own @ own_values).view_as(out))
 
     @staticmethod
@@ -178,17 +178,16 @@ class _ChunkedAttention(torch.autograd.Function):
         grad_keys, grad_values = (torch.zeros_like(part.transpose(2, 3), dtype=total) for part in (keys, values))
         buffer, grad_buffer = queries.new_empty(2, ctx.plan.buffer_elements)
         for chunk in ctx.plan.chunks:
-            weights = _weights(chunk, queries, keys, own, buffer)
-            grad_scores = _grad_scores(chunk, weights, grad_out, values, grad_own, grad_buffer)
-            for part, source in ((own, weights), (grad_own, grad_scores)):
-                _of(chunk, part).copy_(source[..., chunk.num_keys :].view_as(_of(chunk, part)))
-            on_context, grad_context = weights[..., : chunk.num_keys], grad_scores[..., : chunk.num_keys]
-            by_query = grad_context @ _keys_of(chunk, keys)
-            grad_queries[chunk.row, :, chunk.blocks] = by_query.view_as(_of(chunk, queries))
-            by_value = _rows_of(chunk, grad_out).transpose(1, 2) @ on_context  # [M, D, L]
-            grad_values[chunk.row, ..., chunk.keys] += by_value.to(total)
-            by_key = _rows_of(chunk, queries).transpose(1, 2) @ grad_context
-            grad_keys[chunk.row, ..., chunk.keys] += by_key.to(total)
+            rows, grad_rows, columns = _rows(chunk, queries), _rows(chunk, grad_out), _columns(chunk, keys, own)
+            weights = _weights(chunk, rows, columns, own, buffer)
+            grad_weights = _joint(chunk, grad_rows, _columns(chunk, values, own), grad_own, grad_buffer)
+            grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+            _put_own(chunk, own, weights)
+            _put_own(chunk, grad_own, grad_scores)
+            _of(chunk, grad_queries).copy_((grad_scores @ columns).view_as(_of(chunk, grad_queries)))
+            for into, left, right in ((grad_values, grad_rows, weights), (grad_keys, rows, grad_scores)):
+                product = left.transpose(1, 2) @ right  # [M, D, L + W]
+                into[chunk.row, ..., chunk.keys] += product[..., : chunk.num_keys].to(total)
         grad_queries += (grad_own @ own_keys).view_as(queries)
         return (
             grad_queries,
@@ -201,43 +200,43 @@ class _ChunkedAttention(torch.autograd.Function):
 
 
 def _of(chunk: Chunk, source: Tensor) -> Tensor:
-    """The chunk's blocks of [B, M, A, ...] as [M, c, ...]."""
+    """The chunk's blocks of [B, M, A, ...] as [M, c, ...], a view."""
     return source[chunk.row, :, chunk.blocks]
 
 
-def _rows_of(chunk: Chunk, source: Tensor) -> Tensor:
-    """The chunk's score rows of [B, M, A, W, R, D] as [M, c * W * R, D]."""
-    return _of(chunk, source).flatten(1, 3)
+def _rows(chunk: Chunk, source: Tensor) -> Tensor:
+    """The chunk's score rows of [B, M, A, W, R, D] as [M, c * W * R, D], contiguous."""
+    return _of(chunk, source).flatten(1, 3).contiguous()
 
 
-def _keys_of(chunk: Chunk, source: Tensor) -> Tensor:
-    """The chunk's keys of [B, M, S, D] as [M, L, D]."""
-    return source[chunk.row, :, chunk.keys]
+def _columns(chunk: Chunk, source: Tensor, own: Tensor) -> Tensor:
+    """The chunk's keys of [B, M, S, D] and W rows of zeros, [M, L + W, D].
+
+    The zeros stand for the own block, whose keys differ from block to block: products over all L + W columns then
+    need no cut-outs, which bf16 kernels would copy first, and the own part is written or added apart.
+    """
+    return F.pad(source[chunk.row, :, chunk.keys], (0, 0, 0, own.shape[-1]))
 
 
 def _joint(chunk: Chunk, rows: Tensor, columns: Tensor, own: Tensor, buffer: Tensor) -> Tensor:
     """``[ rows columns^T | own ]`` in the buffer: [M, c * W * R, L + W]."""
-    heads, count = rows.shape[:2]
-    width = chunk.num_keys + own.shape[-1]
-    joint = buffer[: heads * count * width].view(heads, count, width)
-    if chunk.num_keys:
-        torch.bmm(rows, columns.transpose(1, 2), out=joint[..., : chunk.num_keys])
+    shape = (rows.shape[0], rows.shape[1], columns.shape[1])
+    joint = buffer[: math.prod(shape)].view(shape)
+    torch.bmm(rows, columns.transpose(1, 2), out=joint)
     joint[..., chunk.num_keys :] = _of(chunk, own).flatten(1, 2)
     return joint
 
 
-def _weights(chunk: Chunk, queries: Tensor, keys: Tensor, own: Tensor, buffer: Tensor) -> Tensor:
+def _put_own(chunk: Chunk, own: Tensor, joint: Tensor) -> None:
+    """Write the last W columns of a chunk to their blocks in [B, M, A, W * R, W]."""
+    part = _of(chunk, own)
+    part.copy_(joint[..., chunk.num_keys :].view_as(part))
+
+
+def _weights(chunk: Chunk, rows: Tensor, columns: Tensor, own: Tensor, buffer: Tensor) -> Tensor:
     """Softmax of a chunk over context and own block, [M, c * W * R, L + W]."""
-    joint = _joint(chunk, _rows_of(chunk, queries), _keys_of(chunk, keys), own, buffer)
-    slots = joint.unflatten(1, (chunk.num_blocks, queries.shape[3], queries.shape[4]))  # [M, c, W, R, L + W]
-    for columns, bias in chunk.ragged:
-        slots[..., columns] += bias.unsqueeze(2)
+    joint = _joint(chunk, rows, columns, own, buffer)
+    for ragged, bias in chunk.ragged:  # [c, W | 1, columns]
+        slots = joint.view(len(joint), *bias.shape[:1], own.shape[-1], -1, joint.shape[-1])  # [M, c, W, R, L + W]
+        slots[..., ragged] += bias.unsqueeze(2)
     return torch.softmax(joint, -1, out=joint)
-
-
-def _grad_scores(
-    chunk: Chunk, weights: Tensor, grad_out: Tensor, values: Tensor, grad_own: Tensor, buffer: Tensor
-) -> Tensor:
-    """Gradient by a chunk's scores, [M, c * W * R, L + W]; ``grad_own`` holds that by the own block's weights."""
-    joint = _joint(chunk, _rows_of(chunk, grad_out), _keys_of(chunk, values), grad_own, buffer)
-    return torch._softmax_backward_data(joint, weights, -1, weights.dtype)

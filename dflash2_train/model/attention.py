@@ -9,33 +9,17 @@ Letters: B rows, A blocks a row, W block size, S context tokens, H hidden, N que
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.autograd.function import once_differentiable
 
 from dflash2_train.model.attend_dense import Attend, KeysValues
 from dflash2_train.model.drafter_config import DrafterShape
+from dflash2_train.model.norm import RMSNorm, row_pieces
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, fp32 [..., 1, D / 2]
-
-
-class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, in fp32 inside, rounded once; plain weight [size]."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size))
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Unit weight."""
-        self.weight.fill_(1.0)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., size] -> same shape and dtype."""
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
 def rotation(position_ids: Tensor, head_dim: int, theta: float) -> Rotation:
@@ -58,9 +42,37 @@ def rotation(position_ids: Tensor, head_dim: int, theta: float) -> Rotation:
 
 def rotate(heads: Tensor, table: Rotation, scale: float = 1.0) -> Tensor:
     """Rotate the (first half, second half) pairs of [..., heads, D] by ``table``, times ``scale``, rounded once."""
-    cos, sin = (table[0] * scale, table[1] * scale) if scale != 1.0 else table
-    first, second = heads.float().chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(heads.dtype)
+    out: Tensor = _Rotation.apply(heads, *table, scale)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Rotation(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back, so nothing but the angles is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.scale = scale
+        return _rotated(heads, cos, sin, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0], cos, -sin, ctx.scale), None, None, None
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
+    """[..., heads, D] by [..., 1, D / 2], a few rows at a time on a CPU."""
+    rows = heads.flatten(0, -3)  # [n, heads, D]
+    cos, sin = ((part.expand(*heads.shape[:-2], -1, -1) * scale).flatten(0, -3) for part in (cos, sin))
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    half = heads.shape[-1] // 2
+    for piece in row_pieces(rows):
+        first, second = rows[piece].to(cos.dtype).split(half, -1)
+        out[piece, :, :half] = first * cos[piece] - second * sin[piece]
+        out[piece, :, half:] = second * cos[piece] + first * sin[piece]
+    return out.view(heads.shape)
 
 
 class BlockAttention(nn.Module):

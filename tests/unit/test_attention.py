@@ -1,25 +1,13 @@
-"""Norm, rotation and projections of the attention."""
+"""Rotation and projections of the attention."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from dflash2_train.model.attention import BlockAttention, RMSNorm, rotate, rotation
+from dflash2_train.model import norm
+from dflash2_train.model.attention import BlockAttention, rotate, rotation
 from tests.drafters import tiny_shape
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rms_norm_computes_in_fp32_and_rounds_once(dtype: torch.dtype) -> None:
-    norm = RMSNorm(24, 1e-3).to(dtype)
-    with torch.no_grad():
-        norm.weight.normal_()
-    hidden = (torch.randn(5, 24) * 0.1).to(dtype)
-    wide = hidden.float()
-    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * norm.weight.float()
-    torch.testing.assert_close(
-        norm(hidden), expected.to(dtype), atol=1e-6, rtol=1e-5 if dtype == torch.float32 else 1e-2
-    )
 
 
 def test_rotation_turns_pairs_of_the_two_halves_by_position_times_frequency() -> None:
@@ -33,6 +21,15 @@ def test_rotation_turns_pairs_of_the_two_halves_by_position_times_frequency() ->
             first, second = heads[token, :, pair], heads[token, :, pair + size // 2]
             torch.testing.assert_close(out[token, :, pair], first * angle.cos() - second * angle.sin())
             torch.testing.assert_close(out[token, :, pair + size // 2], second * angle.cos() + first * angle.sin())
+
+
+@pytest.mark.parametrize("piece", [1, 1 << 17])
+def test_the_gradient_of_a_rotation_equals_finite_differences(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm, "PIECE_ELEMENTS", piece)
+    cos, sin = rotation(torch.tensor([[0, 3, 11]]), 4, 1e2)
+    table = (cos.double(), sin.double())
+    heads = torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda heads: rotate(heads, table, 0.7), [heads])
 
 
 def test_scores_depend_on_the_distance_of_positions_alone() -> None:

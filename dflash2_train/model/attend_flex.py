@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class FlexAttend:
                 "a row, or train.attention=chunked."
             )
         self.block_mask = self._block_mask(spans, block_size, heads_per_key)
-        self._attention = _compiled() if compiled else flex_attention
+        self._attention = _compiled() if compiled else cast(Callable[..., Any], flex_attention)
 
     def __call__(self, queries: Tensor, context: KeysValues, block: KeysValues) -> Tensor:
         rows = _pad(queries.flatten(2, 4), self._num_queries)  # [B, M, A * W * R up to whole tiles, D]

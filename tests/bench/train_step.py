@@ -72,10 +72,13 @@ def ours(*extra: str) -> Side:
 
 def peer(environment: Path) -> Side:
     """speculators, in an environment that is made when it is not there."""
+    environment = environment.resolve()
     python = environment / "bin" / "python"
     marker = environment / "complete"
     wanted = "\n".join((*peer_requirements(), *PEER_ALONE))
     if not marker.is_file() or marker.read_text() != wanted:
+        if environment.exists() and not (environment / "pyvenv.cfg").is_file():
+            raise SystemExit(f"--peer-env={environment}: exists and is no environment; name a folder to be made.")
         Console().print(f"building {PEER} in {environment}; some minutes, once")
         venv.create(environment, clear=True, with_pip=True)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

@@ -9,6 +9,7 @@ from omegaconf import MISSING
 from dflash2_train.config.prompts import PromptSourceConfig
 from dflash2_train.config.rules import require
 from dflash2_train.config.sampling import SamplingConfig
+from dflash2_train.config.store import StoreConfig
 
 BACKENDS = ("vllm", "hf")
 
@@ -30,6 +31,7 @@ class DataConfig:
     max_num_seqs: int = 96  # requests in flight inside the engine
     kv_cache_gib: float = 2.0  # vLLM on CPU: memory for its KV cache
     gpu_memory_utilization: float = 0.9  # vLLM on GPU
+    store: StoreConfig = field(default_factory=StoreConfig)
     min_attested_tokens: int = 32  # cached tokens compared with a plain forward before training
     min_agreement: float = 0.3  # share of supervised tokens in the teacher's top-k below which training is refused
 
@@ -47,3 +49,4 @@ class DataConfig:
             self.max_prompt_tokens > 0, "data.max_prompt_tokens", self.max_prompt_tokens, "must be positive", "Use 512."
         )
         self.sampling.check()
+        self.store.check()

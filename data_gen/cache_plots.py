@@ -61,6 +61,7 @@ def _draw_sources(axes: Axes, statistics: StoreStatistics) -> None:
         bars.set_label(label)
         axes.bar_label(bars, [f"{100 * share:.1f}" for share in shares], fontsize=LABEL_SIZE, padding=1)
     axes.set_yticks(list(places), [f"{name} ({part.samples:,})" for name, part in largest], fontsize=LABEL_SIZE)
+    axes.set_ylim(-0.7, max(len(largest), 4) - 0.3)  # a single source must not fill the panel
     axes.set_xlim(0, 112)
     axes.set_xticks(range(0, 101, 20))
     axes.set_xlabel("labels, %")

@@ -63,7 +63,7 @@ def token_bytes(config: RunConfig) -> int:
     """Bytes of the cache a token: tap states, teacher, ids and mask."""
     taps = len(config.drafter.target_layer_ids)
     values = config.target.hidden_size * taps
-    states = values + 2 * taps if config.data.store.dtype == FLOAT8 else 2 * values
+    states = values + 4 * taps if config.data.store.dtype == FLOAT8 else 2 * values
     return states + TEACHER_BYTES * config.data.teacher_top_k + 4 + 4 + 1
 
 

@@ -9,7 +9,7 @@ with the reasons). Of a shard's tensors
 ``loss_mask``                [N]             uint8     1 on completion tokens
 ``tap_hidden``               [N, T*H]        bf16      residual stream after each tap, ascending along features;
                                                        e4m3 codes in a cache of ``cache_dtype`` float8_e4m3
-``tap_scale``                [N, T]          bf16      only with the codes: factor of a token's tap, a power of two
+``tap_scale``                [N, T]          float32   only with the codes: their factor, of a token's tap
 ``teacher_ids``              [N, k]          int32     the target's k most probable next tokens, descending
 ``teacher_logprobs``         [N, k]          float16   their log probability under the full softmax
 ``teacher_log_normaliser``   [N]             float32   raw logit = log probability + normaliser

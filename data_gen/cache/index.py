@@ -7,8 +7,8 @@ header, mask and offsets without reading the states.
 
 Trust. A shard gets its name only after it is whole and on the disk, and is never written again, so what a crash or a
 careless copy can leave is a missing file or one of another size. Both are seen here for the price of one look at the
-folder, however many terabytes it holds; opening a shard compares its header with the index; comparing every byte is
-what stage=verify is for.
+folder, however many terabytes it holds; opening a shard compares its header, ids and lengths with its line; comparing
+every byte is what stage=verify is for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from data_gen.cache.format import INDEX_FILE, CacheIntegrityError, CaptureManifest, IndexRow, ShardRow, shard_index
+from data_gen.cache.format import (
+    INDEX_FILE,
+    CacheIntegrityError,
+    CaptureManifest,
+    IndexRow,
+    ShardRow,
+    shard_index,
+    shard_name,
+)
 from data_gen.cache.shard_file import ShardReader
 from dflash2_train.config import UserError
 
@@ -85,7 +93,7 @@ def read_index(root: Path) -> dict[str, ShardRow]:
                     shards.pop(record["removed"], None)
                 else:
                     shards[record["shard"]] = _checked(ShardRow(**record))
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, AttributeError):
                 skipped += bool(line.strip())
     if skipped:
         logger.info("%s: %d lines are cut or of an older version; their shards count by their files", root, skipped)
@@ -93,13 +101,18 @@ def read_index(root: Path) -> dict[str, ShardRow]:
 
 
 def _checked(row: ShardRow) -> ShardRow:
-    """The row, if its columns are of one length.
+    """The row, if it can be of a shard; whether it is right shows when the shard is opened.
 
     Raises:
-        ValueError: they are not.
+        ValueError, TypeError: it cannot.
     """
+    counts = [*row.num_tokens, *row.num_supervised]
+    if type(row.num_bytes) is not int or not all(type(count) is int and 0 <= count < 2**31 for count in counts):
+        raise ValueError("counts that are none")
     if not len(row.sample_ids) == len(row.num_tokens) == len(row.num_supervised):
-        raise ValueError(row.shard)
+        raise ValueError("columns of unequal length")
+    if shard_name(shard_index(row.shard)) != row.shard:
+        raise ValueError("a name that no shard has")
     return row
 
 

@@ -108,10 +108,10 @@ class CaptureReader:
                 return file
         known = self.index.shards[number]
         file = ShardReader(self.root / known.shard, self.manifest)  # outside the lock: a slow disk stalls one thread
-        if file.header_sha256 != known.header_sha256:
+        if file.row() != known:
             raise CacheIntegrityError(
-                f"{file.path}: not the file that the index speaks of; it was replaced after it was written. "
-                "Run dflash2-gen-data stage=verify."
+                f"{file.path}: not what the index says of it: one of the two was replaced or damaged. "
+                "Run dflash2-gen-data stage=verify data.store.quarantine=true."
             )
         with self._lock:
             self._open_files[number] = file

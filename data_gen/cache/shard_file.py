@@ -292,7 +292,7 @@ class ShardReader:
             "offsets": (torch.int64, [len(self.sample_ids) + 1]),
         }
         if float8:
-            wanted[TAP_SCALE] = (torch.bfloat16, [tokens, self.manifest.num_taps])
+            wanted[TAP_SCALE] = (torch.float32, [tokens, self.manifest.num_taps])
         found = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in self.tensors.items()}
         if found != wanted or not self.sample_ids:
             wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))

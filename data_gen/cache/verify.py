@@ -190,9 +190,9 @@ class StoreVerifier:
     def _check_shard(self, name: str, report: VerifyReport, on_bytes: OnBytes) -> None:
         shard = ShardReader(self.root / name, self.manifest)
         row: ShardRow = shard.row()
-        if row != self._rows[name]:
-            report.add(name, "the index speaks of another file of this name")
         shard.check_content(on_bytes)
+        if row != self._rows[name]:
+            self._correct_line(row, report)
         rows = self._conversations_of(name)
         for place in range(len(shard)):
             sample = shard.read(place)
@@ -203,6 +203,14 @@ class StoreVerifier:
         report.num_bytes += row.num_bytes
         if rows is not None:
             report.without_states += len(rows.keys() - set(shard.sample_ids))
+
+    def _correct_line(self, row: ShardRow, report: VerifyReport) -> None:
+        """The shard proves itself whole, so it is its line in the index that is wrong."""
+        if self.settings.quarantine:
+            append_index(self.root, row)
+            logger.warning("%s: its line in the index was wrong and is corrected", row.shard)
+        else:
+            report.add(row.shard, "the index says something else of it than the file itself")
 
     def _faults_of(
         self, sample: CapturedSample, rows: dict[str, dict[str, Any]] | None, report: VerifyReport

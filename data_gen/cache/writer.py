@@ -81,6 +81,8 @@ class CaptureWriter:
             logger.warning("%s stands in the index of %s but is gone; it counts as not made", name, self.root)
             append_removal(self.root, name)
         for name, reason in state.damaged.items():
-            quarantine(self.root, name, [reason])
+            # Writers that start together find the same faults: look again, lest a shard just made be moved.
+            if name in compare_index(self.root, self.manifest).damaged:
+                quarantine(self.root, name, [reason])
         append_index(self.root, *state.found.values())
         return {shard_index(name) for name in state.rows}

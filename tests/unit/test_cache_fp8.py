@@ -14,14 +14,16 @@ from data_gen.cache.shard_file import ShardReader
 from tests.cache_cases import FP8_MANIFEST, make_cache
 
 TAPS, HIDDEN, TOKENS = 3, 64, 40
+OUTLIERS = [3, 41]  # channels
 HALF_STEP = 2.0**-4  # of e4m3: three mantissa bits
+BF16_STEP = 2.0**-8
 
 
 def outlier_states() -> torch.Tensor:
     """[S, T*H] bf16: unit noise of another size for each token and tap, and two channels a hundred times larger."""
     torch.manual_seed(0)
     states = torch.randn(TOKENS, TAPS, HIDDEN) * torch.logspace(-3, 3, TOKENS)[:, None, None]
-    states[:, :, [3, 41]] *= 100
+    states[:, :, OUTLIERS] *= 100
     return states.flatten(1).bfloat16()
 
 
@@ -31,27 +33,29 @@ def test_the_error_of_every_value_is_at_most_half_a_step_of_e4m3() -> None:
     decoded = fp8.decode(codes, factors)
     exact, read = states.double().unflatten(-1, (TAPS, -1)), decoded.double().unflatten(-1, (TAPS, -1))
     smallest_normal = factors.double()[..., None] * 2.0**-6
-    bound = torch.maximum(exact.abs(), smallest_normal) * HALF_STEP
+    bound = torch.maximum(exact.abs(), smallest_normal) * (HALF_STEP + BF16_STEP)
     assert bool(((read - exact).abs() <= bound).all())
     below = exact.abs() < smallest_normal
     assert 0 < below.double().mean() < 0.01, "outliers leave almost every value its full relative accuracy"
-    error = float((read - exact).norm() / exact.norm())
-    assert 0.02 < error < 0.03
+    ordinary = torch.ones(HIDDEN, dtype=torch.bool).index_fill(0, torch.tensor(OUTLIERS), False)
+    rest = (read - exact)[..., ordinary].norm() / exact[..., ordinary].norm()
+    assert 0.02 < float(rest) < 0.03, "the usual rounding of three bits, outliers or not"
 
 
-def test_the_factor_is_the_smallest_power_of_two_under_which_nothing_overflows() -> None:
+def test_the_largest_value_of_every_tap_is_exact_and_nothing_overflows() -> None:
     states = outlier_states()
     codes, factors = fp8.encode(states, TAPS)
-    largest = codes.float().unflatten(-1, (TAPS, -1)).abs().amax(-1)
-    assert bool(((largest >= 224) & (largest <= 448)).all())
-    assert bool((torch.frexp(factors.float()).mantissa == 0.5).all())
+    assert bool((codes.float().unflatten(-1, (TAPS, -1)).abs().amax(-1) == fp8.LARGEST_CODE).all())
+    assert not fp8.has_nan(codes)
+    largest = [tensor.unflatten(-1, (TAPS, -1)).abs().amax(-1) for tensor in (states, fp8.decode(codes, factors))]
+    assert torch.equal(*largest)
 
 
 def test_decoding_agrees_with_the_librarys_own_conversion_for_every_code() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 0x7F) != 0x7F].repeat(2, 1).view(torch.float8_e4m3fn)
     for exponent in (-110, -3, 0, 117):
-        factors = torch.full((2, 2), 2.0**exponent).bfloat16()
+        factors = torch.full((2, 2), 2.0**exponent)
         expected = (codes.double() * 2.0**exponent).bfloat16()
         assert torch.equal(fp8.decode(codes, factors), expected)
         out = torch.empty_like(expected)
@@ -62,7 +66,7 @@ def test_subnormal_codes_survive_a_process_that_flushes_denormals() -> None:
     codes = torch.arange(8, dtype=torch.uint8)[None].view(torch.float8_e4m3fn)
     torch.set_flush_denormal(True)
     try:
-        decoded = fp8.decode(codes, torch.ones(1, 1).bfloat16())
+        decoded = fp8.decode(codes, torch.ones(1, 1))
     finally:
         torch.set_flush_denormal(False)
     assert decoded.tolist() == [[code * 2.0**-9 for code in range(8)]]

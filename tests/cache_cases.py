@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from data_gen.cache.conversations import ConversationStore
 from data_gen.cache.format import CapturedSample, CaptureManifest
 from data_gen.cache.writer import CaptureWriter
+from dflash2_train.provenance import safetensors_header
 
 TAPS, HIDDEN, VOCAB, TOP_K = [0, 2], 4, 50, 3
 CONTENT = {
@@ -65,8 +67,11 @@ def equal(one: CapturedSample, other: CapturedSample) -> bool:
     return one.sample_id == other.sample_id and all(same) and all(types)
 
 
-def flip_bit(path: Path, place: int = -5) -> None:
-    """Change one bit of a file, by default among the tensors."""
+def flip_bit(path: Path, place: int | None = None) -> None:
+    """Change one bit of a file, in a shard by default one of the tap states."""
+    if place is None:
+        header = safetensors_header(path)
+        place = 8 + len(header) + json.loads(header)["tap_hidden"]["data_offsets"][0]
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(data)

@@ -4,9 +4,8 @@ The factor takes a tap's largest value to 448, the largest code. e4m3 is a float
 relative: at most 1/16 of a value, wherever it lies in the upper fifteen octaves of the tap's range. A channel a hundred
 times larger than the rest, as residual streams have, takes seven of these; the rest of the row keeps its full relative
 accuracy, and the largest value, which carries most of such a row's norm, is exact. (A power of two as factor would save
-two bytes and a rounding, and give that up: measured on SmolLM2's taps, the error of whole rows grows by a third to twofold.)
-The factor is fp32, so that dividing by it and multiplying again adds next to nothing; it costs 4 bytes beside the H of
-the codes.
+two bytes and a rounding, and give that up: on SmolLM2's taps the error of whole rows grows by a third to twofold.) The
+factor is fp32, so that dividing by it and multiplying again adds next to nothing; it costs 4 bytes beside H codes.
 """
 
 from __future__ import annotations

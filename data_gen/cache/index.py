@@ -151,7 +151,7 @@ def _append(root: Path, text: str) -> None:
 
 
 class SampleIndex(Sequence[IndexRow]):
-    """All samples in order, held as columns: a row costs its id and 16 bytes.
+    """All samples in order: the shards' rows, and columns over all of them. About 190 bytes a sample, its id included.
 
     Attributes:
         shards: the shards in the order of their numbers.

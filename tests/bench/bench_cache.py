@@ -42,13 +42,14 @@ BATCH_ROWS = 4
 SHARDS = 8
 
 
-def make_cache(root: Path, taps: int, hidden: int, tokens: int, dtype: str, num_bytes: int) -> None:
-    """A cache of about ``num_bytes`` in bf16, half of it in fp8."""
+def make_cache(root: Path, taps: int, hidden: int, tokens: int, dtype: str, num_bytes: int) -> float:
+    """A cache of about ``num_bytes`` in bf16, half of it in fp8; the seconds that writing took, flushing included."""
     content = {"target_layer_ids": list(range(taps)), "hidden_size": hidden, "teacher_top_k": TOP_K}
     writer = CaptureWriter(root, CaptureManifest(content={**content, "cache_dtype": dtype}))
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(tokens, taps * hidden, generator=generator).bfloat16()
     count = max(1, num_bytes // (SHARDS * 2 * states.numel()))
+    seconds = 0.0
     for shard in range(SHARDS):
         samples = [
             CapturedSample(
@@ -62,7 +63,10 @@ def make_cache(root: Path, taps: int, hidden: int, tokens: int, dtype: str, num_
             )
             for row in range(count)
         ]
+        started = time.perf_counter()
         writer.write_shard(shard, samples)
+        seconds += time.perf_counter() - started
+    return seconds
 
 
 def plain(root: Path, batch: Tensor) -> None:
@@ -175,13 +179,16 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     console = Console(width=120)
-    reading = Table("cache", "plain GB/s", "batches", "mapping", "samples", "batches of plain", title="Reading")
+    columns = ("cache", "MB", "write GB/s", "plain GB/s", "batches", "mapping", "samples", "batches of plain")
+    reading = Table(*columns, title="Reading")
     for shape, (taps, hidden, tokens) in SHAPES.items():
         for dtype in ("bfloat16", FLOAT8):
             with tempfile.TemporaryDirectory() as folder:
-                make_cache(Path(folder), taps, hidden, tokens, dtype, options.mib << 20)
+                seconds = make_cache(Path(folder), taps, hidden, tokens, dtype, options.mib << 20)
+                size = sum(path.stat().st_size for path in Path(folder).glob("shard-*"))
                 rates = read_rates(Path(folder), tokens, options.passes)
-            cells = [f"{rates[name] / 1e9:.2f}" for name in ("plain", "batches", "mapping", "samples")]
+            cells = [f"{size / 1e6:.0f}", f"{size / seconds / 1e9:.2f}"]
+            cells += [f"{rates[name] / 1e9:.2f}" for name in ("plain", "batches", "mapping", "samples")]
             reading.add_row(f"{shape}, {dtype}", *cells, f"{rates['batches'] / rates['plain']:.0%}")
     console.print(reading)
     index = Table(title="Index")

@@ -16,8 +16,9 @@ import torch
 from data_gen.cache import shard_file
 from data_gen.cache import writer as writer_module
 from data_gen.cache.format import CacheIntegrityError, CaptureManifest, shard_name
-from data_gen.cache.index import read_index
+from data_gen.cache.index import compare_index, read_index
 from data_gen.cache.order import order_by_shards
+from data_gen.cache.quarantine import quarantine
 from data_gen.cache.reader import CaptureReader
 from data_gen.cache.shard_file import ShardReader, write_shard_file
 from data_gen.cache.writer import CaptureWriter
@@ -112,6 +113,39 @@ def test_a_shard_replaced_by_another_of_the_same_size_is_refused_when_it_is_open
     write_shard_file(tmp_path / shard_name(0), make_group(0), MANIFEST)
     with pytest.raises(CacheIntegrityError, match="not what the index says"):
         reader.read(0)
+
+
+def test_a_falsified_line_of_the_index_is_never_believed(tmp_path: Path) -> None:
+    """Every bit of the index, flipped: readers give what was written or refuse, and a writer opens."""
+    samples = {sample.sample_id: sample for sample in make_cache(tmp_path, shards=1)}
+    path = tmp_path / "index.jsonl"
+    whole = path.read_bytes()
+    refused = 0
+    for place in range(0, len(whole), 3):
+        path.write_bytes(whole)
+        flip_bit(path, place)
+        try:
+            reader = CaptureReader(tmp_path)
+        except CacheIntegrityError:
+            refused += 1
+            continue
+        assert [row.sample_id for row in reader.index] == list(samples)
+        assert all(equal(reader.read(row), sample) for row, sample in enumerate(samples.values()))
+    assert refused > 0
+
+
+def test_writers_that_start_together_set_a_damaged_shard_aside_once(tmp_path: Path) -> None:
+    samples = make_cache(tmp_path, shards=1)
+    os.truncate(tmp_path / shard_name(0), 50)
+    stale = compare_index(tmp_path, MANIFEST)
+    CaptureWriter(tmp_path, MANIFEST).write_shard(0, samples)
+    with pytest.MonkeyPatch.context() as patch:
+        seen = iter([stale, compare_index(tmp_path, MANIFEST)])
+        patch.setattr(writer_module, "compare_index", lambda *_: next(seen))
+        CaptureWriter(tmp_path, MANIFEST)
+    assert (tmp_path / shard_name(0)).exists(), "the one made meanwhile stays"
+    assert quarantine(tmp_path, shard_name(7), ["gone before"]) is None
+    assert len(list((tmp_path / "quarantine").iterdir())) == 2
 
 
 @pytest.mark.parametrize("opened_by", ["reader", "writer"])

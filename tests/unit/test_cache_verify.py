@@ -158,6 +158,17 @@ def test_a_shard_that_is_gone_is_a_fault_until_it_is_taken_out_of_the_index(tmp_
     assert verify(tmp_path).faults == {}
 
 
+def test_a_wrong_line_of_a_sound_shard_is_a_fault_and_is_corrected_when_mending_is_asked_for(tmp_path: Path) -> None:
+    make_cache(tmp_path)
+    path = tmp_path / "index.jsonl"
+    path.write_text(path.read_text().replace('"s0-1"', '"s0-9"'))
+    assert "the index says something else" in verify(tmp_path).faults[shard_name(0)][0]
+    report = verify(tmp_path, quarantine=True)
+    assert (report.faults, report.quarantined) == ({}, [])
+    assert verify(tmp_path).faults == {}
+    assert CaptureReader(tmp_path).index[1].sample_id == "s0-1"
+
+
 def test_a_crash_while_a_shard_is_set_aside_never_brings_it_back_unseen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,18 @@ def test_a_cache_of_eight_bits_gives_the_encoded_states_and_everything_else_bit_
         assert torch.equal(read.loss_mask, sample.loss_mask)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -3.0])
+def test_the_largest_magnitude_tells_zeros_signs_and_what_is_not_finite(value: float) -> None:
+    states = torch.zeros(2, TAPS * HIDDEN, dtype=torch.bfloat16)
+    states[1, HIDDEN + 7] = value
+    states[1, HIDDEN + 9] = 1.0
+    largest = fp8.largest_magnitudes(states, TAPS)
+    assert largest.dtype == torch.bfloat16 and largest[0].tolist() == [0, 0, 0]
+    assert torch.equal(largest[1, 1], torch.tensor(value).abs().bfloat16()) or bool(largest[1, 1].isnan())
+    assert bool(largest[1, 1].isnan()) == (value != value)
+    assert largest[1].tolist()[::2] == [0, 0]
+
+
 def test_the_nan_code_is_found_although_the_digest_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(states: torch.Tensor, num_taps: int) -> tuple[torch.Tensor, torch.Tensor]:
         codes, factors = encode(states, num_taps)

@@ -32,7 +32,7 @@ class CaptureWriter:
     """Creates or continues the cache under ``root``.
 
     Opening it costs one look at the folder and the index, not a pass over the shards. Shards without an index line get
-    one; files that are cut or of another size are set aside in ``quarantine/``, to be made again.
+    one; files that are cut are set aside in ``quarantine/``, to be made again.
 
     Raises:
         CacheIntegrityError: ``root`` holds a cache of other settings; the differences are listed.

@@ -183,18 +183,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     console = Console(width=120)
-    columns = (
-        "cache",
-        "MB",
-        "write GB/s",
-        "plain GB/s",
-        "batches",
-        "mapping",
-        "samples",
-        "of plain",
-        "mapping of plain",
-    )
-    reading = Table(*columns, title="Reading")
+    columns = ("cache", "MB", "write GB/s", "plain GB/s", "batches", "mapping", "samples")
+    reading = Table(*columns, "of plain: batches", "mapping", title="Reading")
     for shape, (taps, hidden, tokens) in SHAPES.items():
         for dtype in ("bfloat16", FLOAT8):
             with tempfile.TemporaryDirectory() as folder:
@@ -203,11 +193,8 @@ def main() -> None:
                 rates, cpu_rates = read_rates(Path(folder), tokens, options.passes)
             cells = [f"{size / 1e6:.0f}", f"{size / seconds / 1e9:.2f}"]
             cells += [f"{rates[name] / 1e9:.2f}" for name in ("plain", "batches", "mapping", "samples")]
-            reading.add_row(
-                f"{shape}, {dtype}",
-                *cells,
-                *(f"{cpu_rates[name] / cpu_rates['plain']:.0%}" for name in ("batches", "mapping")),
-            )
+            shares = [f"{cpu_rates[name] / cpu_rates['plain']:.0%}" for name in ("batches", "mapping")]
+            reading.add_row(f"{shape}, {dtype}", *cells, *shares)
     console.print(reading)
     index = Table(title="Index")
     for rows in (options.rows // 100, options.rows):

@@ -92,9 +92,9 @@ def decode(codes: Tensor, factors: Tensor, out: Tensor | None = None) -> Tensor:
 
 def has_nan(codes: Tensor) -> bool:
     """Does e4m3's NaN, which :func:`encode` never writes, stand among the codes?"""
-    piece = _rows_at_once(codes)
-    pieces = codes.view(torch.uint8).split(piece)
-    return any(int((part << 1).amax()) == NAN_CODE << 1 for part in pieces)  # shifted, the sign is gone
+    piece, bits = _rows_at_once(codes), codes.view(torch.uint8)
+    starts = range(0, len(codes), piece)
+    return any(int((bits[start : start + piece] << 1).amax()) == NAN_CODE << 1 for start in starts)  # without the sign
 
 
 def _rows_at_once(states: Tensor) -> int:

@@ -190,6 +190,15 @@ def remove_leftovers(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def is_whole(path: Path, manifest: CaptureManifest) -> bool:
+    """Can ``path`` be opened as a shard of this cache? Its bytes are not compared."""
+    try:
+        ShardReader(path, manifest)
+    except CacheIntegrityError:
+        return False
+    return True
+
+
 class ShardReader:
     """One shard, mapped from disk. Its tensors are views of the page cache: reading copies nothing.
 
@@ -280,7 +289,7 @@ class ShardReader:
         spans = list(zip(self.offsets[:-1], self.offsets[1:], strict=True))
         return ShardRow(
             shard=self.path.name,
-            num_bytes=self.path.stat().st_size,
+            num_bytes=os.fstat(self.descriptor).st_size,
             header_sha256=self.header_sha256,
             sample_ids=self.sample_ids,
             num_tokens=[end - begin for begin, end in spans],

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 from data_gen.cache import fp8
-from data_gen.cache.format import CacheIntegrityError, shard_name
+from data_gen.cache.format import CacheIntegrityError, CaptureManifest, shard_name
 from data_gen.cache.reader import CaptureReader
-from data_gen.cache.shard_file import ShardReader
-from tests.cache_cases import FP8_MANIFEST, make_cache
+from data_gen.cache.shard_file import ShardReader, write_shard_file
+from data_gen.capture import capture_content, token_bytes
+from tests.cache_cases import FP8_MANIFEST, TOP_K, VOCAB, make_cache, make_sample
+from tests.cases import tiny_run_config
 
 TAPS, HIDDEN, TOKENS = 3, 64, 40
 OUTLIERS = [3, 41]  # channels
@@ -125,3 +128,19 @@ def test_the_nan_code_is_found_although_the_digest_fits(tmp_path: Path, monkeypa
     make_cache(tmp_path, shards=1, manifest=FP8_MANIFEST)
     with pytest.raises(CacheIntegrityError, match="not numbers"):
         ShardReader(tmp_path / shard_name(0), FP8_MANIFEST).check_content()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3"])
+def test_the_bytes_a_token_that_a_plan_counts_on_are_those_of_a_shard(tmp_path: Path, dtype: str) -> None:
+    config = tiny_run_config(tmp_path)
+    config.data.store.dtype = dtype
+    config.check()
+    content = {**capture_content(config, {"backend": "hf"}), "vocab_size": VOCAB, "teacher_top_k": TOP_K}
+    width = config.target.hidden_size * len(config.drafter.target_layer_ids)
+    sample = dataclasses.replace(make_sample("s", length=50), tap_hidden=torch.randn(50, width).bfloat16())
+    write_shard_file(tmp_path / shard_name(0), [sample], CaptureManifest(content=content))
+    tensors = ShardReader(tmp_path / shard_name(0), CaptureManifest(content=content)).tensors
+    size = sum(tensor.nbytes for name, tensor in tensors.items() if name != "offsets")
+    config.data.teacher_top_k = TOP_K
+    assert size == 50 * token_bytes(config)
+    assert tensors["tap_hidden"].nbytes == 50 * width * (2 if dtype == "bfloat16" else 1)

@@ -22,7 +22,14 @@ from data_gen.backends import open_capturer
 from data_gen.backends.base import CaptureBackend
 from data_gen.backends.folder import find_target
 from data_gen.cache.conversations import ConversationStore
-from data_gen.cache.format import TEACHER_NORM, CacheIntegrityError, CapturedSample, CaptureManifest, shard_name
+from data_gen.cache.format import (
+    FLOAT8,
+    TEACHER_NORM,
+    CacheIntegrityError,
+    CapturedSample,
+    CaptureManifest,
+    shard_name,
+)
 from data_gen.cache.writer import CaptureWriter
 from data_gen.capture_rows import ROW_COLUMNS, CaptureTally, RowFailure, capture_rows, check_backend
 from data_gen.regenerate import OpenProgress, StageProgress, need_space
@@ -69,8 +76,10 @@ class CaptureTotals:
 
 
 def token_bytes(config: RunConfig) -> int:
-    """Bytes of the cache a token: tap states in bf16, teacher, ids and mask."""
-    states = 2 * config.target.hidden_size * len(config.drafter.target_layer_ids)
+    """Bytes of the cache a token: tap states, teacher, ids and mask."""
+    taps = len(config.drafter.target_layer_ids)
+    values = config.target.hidden_size * taps
+    states = values + 4 * taps if config.data.store.dtype == FLOAT8 else 2 * values
     return states + TEACHER_BYTES * config.data.teacher_top_k + 4 + 4 + 1
 
 
@@ -104,7 +113,7 @@ def capture_content(config: RunConfig, conversations: dict[str, Any]) -> dict[st
         "tap_streams": STREAM_RULE,
         "hidden_size": config.target.hidden_size,
         "vocab_size": config.target.vocab_size,
-        "cache_dtype": "bfloat16",
+        "cache_dtype": config.data.store.dtype,
         "teacher_top_k": config.data.teacher_top_k,
         "teacher_norm": TEACHER_NORM,
     }

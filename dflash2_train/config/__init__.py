@@ -19,6 +19,7 @@ from dflash2_train.config.prompts import PromptSourceConfig
 from dflash2_train.config.rules import DTYPES, ConfigError, UserError, absolute
 from dflash2_train.config.run import RunConfig, load_config, to_plain
 from dflash2_train.config.sampling import SamplingConfig
+from dflash2_train.config.store import StoreConfig
 from dflash2_train.config.target import TargetConfig
 from dflash2_train.config.train import ATTENTION_PATHS, TrainConfig
 
@@ -40,6 +41,7 @@ __all__ = [
     "PromptSourceConfig",
     "RunConfig",
     "SamplingConfig",
+    "StoreConfig",
     "TargetConfig",
     "TrainConfig",
     "UserError",

@@ -10,6 +10,7 @@ from dflash2_train.config.attest import AttestConfig
 from dflash2_train.config.prompts import PromptSourceConfig, check_sources
 from dflash2_train.config.rules import require
 from dflash2_train.config.sampling import SamplingConfig
+from dflash2_train.config.store import StoreConfig
 
 BACKENDS = ("vllm", "hf")
 
@@ -37,6 +38,7 @@ class DataConfig:
     gpu_memory_utilization: float = 0.9  # vLLM on GPU
     max_failed_share: float = 0.01  # of conversations whose answer or states could not be had; more end the stage
     attest: AttestConfig = field(default_factory=AttestConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
 
     def check(self) -> None:
         require(self.backend in BACKENDS, "data.backend", self.backend, f"must be one of {BACKENDS}", "Pick one.")
@@ -61,6 +63,7 @@ class DataConfig:
         self._check_prompts()
         self.sampling.check()
         self.attest.check()
+        self.store.check()
 
     def _check_prompts(self) -> None:
         limit, near, share = self.max_prompts, self.near_duplicates, self.max_rejected_share

@@ -70,7 +70,7 @@ def capture_content(config: RunConfig, conversations: dict[str, Any]) -> dict[st
     return {
         **kept,
         "generated_by": conversations["backend"],
-        "captured_by": config.data.backend,
+        "captured_by": config.data.capturer,
         "conversations": sha256_json(conversations),
         "target_layer_ids": list(config.drafter.target_layer_ids),
         "tap_convention": TAP_CONVENTION,
@@ -107,7 +107,7 @@ def capture(config: RunConfig, folder: Path, open_progress: OpenProgress) -> Cap
     tokens = sum(len(request.input_ids) for shard in shards for request in shard.requests.values())
     need_space(root, tokens * token_bytes(config))
     started = time.monotonic()
-    logger.info("starting %s to capture %d tokens", config.data.backend, tokens)
+    logger.info("starting %s to capture %d tokens", config.data.capturer, tokens)
     backend = open_capturer(config, folder)
     totals.start_seconds = time.monotonic() - started
     try:

@@ -20,11 +20,13 @@ from dflash2_train.progress import ProgressReporter
 if TYPE_CHECKING:
     from data_gen.cache.verify import VerifyReport
     from data_gen.capture import CaptureTotals
-    from data_gen.regenerate import ConversationTotals, PreparedPrompts
+    from data_gen.prepare import PreparedPrompts
+    from data_gen.regenerate import ConversationTotals
 
 logger = logging.getLogger(__name__)
 EXIT_FAULTS = 1  # verify found faults
 GIB = 2**30
+MAX_REASONS = 10  # of failed rows in the summary; the ledger has all
 
 
 def open_display(title: str, total: int, before: int) -> ProgressReporter:
@@ -52,13 +54,17 @@ def show_plan(config: RunConfig, prepared: PreparedPrompts) -> None:
     for line in prepared.plan.report.lines():
         logger.info("%s", line)
     sampling = config.data.sampling
-    answers = len(prepared.train) * sampling.repeats
-    prompt_tokens = sum(len(prompt.prompt_ids) for prompt in prepared.train) * sampling.repeats
+    answers = prepared.counts.turns * sampling.repeats
+    prompt_tokens = prepared.counts.prompt_tokens * sampling.repeats
     most = prompt_tokens + answers * sampling.max_tokens
     rows = [
         ("training prompts", f"{len(prepared.train):,}"),
         ("hold-out prompts", f"{len(prepared.holdout):,}"),
         *((f"rejected: {reason}", f"{number:,}") for reason, number in sorted(prepared.rejected.items())),
+        *(
+            (f"hold-out, left out: {reason}", f"{number:,}")
+            for reason, number in sorted(prepared.counts.holdout_rejected.items())
+        ),
         ("answers", f"{answers:,}"),
         ("prompt tokens", f"{prompt_tokens:,}"),
         ("answer tokens, at most", f"{answers * sampling.max_tokens:,}"),
@@ -79,6 +85,9 @@ def show_conversations(totals: ConversationTotals, prepared: PreparedPrompts) ->
         ("cut by max_tokens", f"{totals.cut / max(totals.completions, 1):.1%}"),
         *((f"rejected prompts: {reason}", f"{number:,}") for reason, number in sorted(prepared.rejected.items())),
         *((f"dropped: {reason}", f"{number:,}") for reason, number in sorted(totals.dropped.items())),
+        *((f"later turns not asked: {reason}", f"{number:,}") for reason, number in sorted(totals.skipped.items())),
+        *((f"failed: {reason}", f"{number:,}") for reason, number in totals.failed.most_common(MAX_REASONS)),
+        ("failed in all (given up)", f"{totals.failed.total():,} ({totals.dead:,})"),
         ("written by this run", f"{totals.new_completions:,} in {totals.seconds:.0f} s ({rate:.0f} tokens/s)"),
         ("engine start", f"{totals.start_seconds:.0f} s"),
         ("peak memory", _peak_memory()),
@@ -124,8 +133,10 @@ def show_verify(report: VerifyReport) -> None:
 def gen_data(config: RunConfig) -> int:
     """Run the stages that ``config.stage`` names; the exit code is 1 if verify found faults."""
     stages = ("regenerate", "capture", "verify") if config.stage == "all" else (config.stage,)
+    if "capture" in stages:
+        logger.info("states will be read by %s", config.data.capturer)  # refuses now what would fail after a week
     if stages != ("verify",):
-        from data_gen.regenerate import prepare
+        from data_gen.prepare import prepare
 
         if "regenerate" in stages or "plan" in stages:
             prepared = prepare(config)

@@ -40,6 +40,7 @@ class PromptRecord:
     license: str
     messages: list[Message]  # {role, content}; the last one is a user turn
     split: str  # train | holdout
+    tools: list[dict[str, Any]] | None = None  # JSON schemas of the tools that the conversation may call
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from dflash2_train.config.data import DataConfig
 from dflash2_train.config.drafter import LAYER_TYPES, DrafterConfig
 from dflash2_train.config.evaluate import EvalConfig
 from dflash2_train.config.export import ExportConfig
+from dflash2_train.config.generation import GenerationConfig, ServersConfig
 from dflash2_train.config.loss import KL_KINDS, MISSING_CANDIDATE, LossConfig
 from dflash2_train.config.prompts import PromptSourceConfig
 from dflash2_train.config.rules import DTYPES, ConfigError, UserError, absolute
@@ -27,6 +28,7 @@ __all__ = [
     "DrafterConfig",
     "EvalConfig",
     "ExportConfig",
+    "GenerationConfig",
     "KL_KINDS",
     "LAYER_TYPES",
     "LossConfig",
@@ -34,6 +36,7 @@ __all__ = [
     "PromptSourceConfig",
     "RunConfig",
     "SamplingConfig",
+    "ServersConfig",
     "TargetConfig",
     "TrainConfig",
     "UserError",

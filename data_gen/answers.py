@@ -64,8 +64,6 @@ def make_row(
         "license": record.license,
         "prompt_ids": request.prompt_ids,
         "completion_ids": completion.completion_ids,
-        "num_prompt_tokens": len(request.prompt_ids),
-        "num_completion_tokens": len(completion.completion_ids),
         "completion_text": prepared.renderer.text_of(completion.completion_ids),
         "finish_reason": completion.finish_reason,
         "dropped": drop_reason(completion, **content["drop"]),

@@ -23,6 +23,7 @@ from dflash2_train.provenance import atomic_write_json, publish, sha256_json
 
 FORMAT_VERSION = 2
 CONVERSATIONS = "conversations"
+ONLY_JOB = Job()
 KeyArray = np.ndarray[Any, np.dtype[np.uint64]]
 
 
@@ -64,7 +65,7 @@ class ConversationStore:
     def __init__(self, root: Path) -> None:
         self.folder = root / CONVERSATIONS
 
-    def open(self, content: dict[str, Any], job: Job) -> None:
+    def open(self, content: dict[str, Any], job: Job = ONLY_JOB) -> None:
         """Create the folder, or check that it was made with the same settings; clear leftovers of this job.
 
         Raises:
@@ -150,7 +151,7 @@ class ConversationStore:
             ) from error
 
     def write(self, index: int, rows: list[dict[str, Any]]) -> None:
-        """Store rows as shard ``index``, whole or not at all.
+        """Store rows as shard ``index``, whole or not at all; the two counts of tokens are added here.
 
         Raises:
             CacheIntegrityError: that shard is there already.
@@ -163,12 +164,20 @@ class ConversationStore:
             raise CacheIntegrityError(f"{path}: is there already; another process writes into this folder. End it.")
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            table = datasets.Dataset.from_list(rows, features=_features())
+            table = datasets.Dataset.from_list([_with_counts(row) for row in rows], features=_features())
             with open(temporary, "wb") as file:
                 table.to_parquet(file)
             publish(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _with_counts(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **row,
+        "num_prompt_tokens": len(row["prompt_ids"]),
+        "num_completion_tokens": len(row["completion_ids"]),
+    }
 
 
 def _features() -> Any:

@@ -74,6 +74,8 @@ class ConversationStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / MANIFEST_FILE
         with alone_in(self.folder):  # jobs that start together agree on whose settings were first
+            for leftover in self.folder.glob(f".{MANIFEST_FILE}.*.tmp"):
+                leftover.unlink(missing_ok=True)
             if not path.exists():
                 if self.shards():
                     raise CacheIntegrityError(

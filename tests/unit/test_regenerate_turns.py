@@ -13,7 +13,7 @@ from data_gen.backends.base import Completion, Failure, GenerationRequest
 from data_gen.chat import ChatRenderer, PromptRefusedError
 from data_gen.ledger import Ledger
 from data_gen.prepare import job_of, prepare
-from data_gen.turns import row_id, turn_points
+from data_gen.turns import turn_points
 from dflash2_train.config import ConfigError, RunConfig
 from tests.regeneration import StubBackend, make_config, rows_of, run, with_data
 from tests.toy_target import END, TEMPLATE, WORDS, write_tokenizer
@@ -301,7 +301,6 @@ def test_failures_above_the_limit_end_the_run_with_the_causes_and_keep_the_answe
         run(config, monkeypatch, StubBackend(answer=fail_some))
     assert len(rows_of(config)) == 7
     assert len(Ledger(Path(config.data.root) / "conversations", job_of(config.data), 3).entries("failed")) == 3
-    assert row_id("p", 1, 2) == "p-1-2"
 
 
 def test_an_answer_that_comes_twice_stops_the_run(

@@ -23,6 +23,7 @@ from data_gen.cache.format import CacheIntegrityError
 from data_gen.cache.jobs import Job
 
 FAILED, SKIPPED, REOPENED = "failed", "skipped", "reopened"
+LEDGER_FILES = "ledger-*.jsonl"
 MAX_REASON = 300  # characters of a reason that are kept
 
 
@@ -71,7 +72,7 @@ class Ledger:
         self._path = folder / f"ledger-{job.name}.jsonl"
         self._max_attempts = max_attempts
         self._entries: dict[str, LedgerEntry] = {}
-        for path in sorted(folder.glob("ledger-*.jsonl")):
+        for path in sorted(folder.glob(LEDGER_FILES)):
             self._read(path, own=path == self._path)
         self._file: IO[bytes] | None = None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class PreparedPrompts:
 
     folder: Path
     plan: PromptPlan
-    train: list[PromptRecord]  # of this job, those that can be asked, in the plan's order
+    train: Sequence[PromptRecord]  # of this job, those that can be asked, in the plan's order
     counts: PromptCounts
     holdout: list[PromptTokens]
     content: dict[str, Any]  # what shapes the conversations

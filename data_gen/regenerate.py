@@ -25,7 +25,7 @@ from data_gen.backends.base import GenerateBackend
 from data_gen.cache.conversations import ConversationStore, KeySet
 from data_gen.cache.format import CacheIntegrityError
 from data_gen.cache.jobs import Job, hold_job, key64
-from data_gen.ledger import FAILED, SKIPPED, Ledger
+from data_gen.ledger import FAILED, LEDGER_FILES, SKIPPED, Ledger
 from data_gen.prepare import PreparedPrompts, job_of, write_holdout
 from data_gen.workload import WorkList, Workload
 from dflash2_train.config import ConfigError, RunConfig, absolute
@@ -225,4 +225,8 @@ def _add_up(store: ConversationStore, ledger: Ledger, totals: ConversationTotals
     totals.failed = Counter(entry.reason for entry in missing)
     totals.dead = sum(ledger.is_dead(entry.row_id) for entry in missing)
     totals.skipped = Counter(entry.reason for entry in ledger.entries(SKIPPED))
+    if missing:
+        logger.warning(
+            "%d answers failed so far; which and why stands in %s", len(missing), store.folder / LEDGER_FILES
+        )
     return totals

@@ -79,8 +79,8 @@ class GenerationConfig:
     drop_cut: bool = False  # True drops completions that ended for length
     drop_repeats: bool = True  # drops completions that ended for length in an endless cycle
     repeat_window: int = 256  # tokens at the end that such a cycle must fill, at least four times round
-    max_rejected_share: float = 0.2  # prompts that cannot be rendered or are too long; more end the run
-    max_failed_share: float = 0.05  # requests without an answer; more end the run
+    max_rejected_share: float = 0.1  # of prompts: those that cannot be rendered or are too long; more end the run
+    max_failed_share: float = 0.05  # of requests: those without an answer; more end the run
     max_attempts: int = 3  # runs that try a failed answer before it is given up (a dead letter)
     retry_failed: bool = False  # True tries dead letters again
     shard_index: int = 0  # this job of a job array; a prompt's hash says which job answers it

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from data_gen import regenerate as stage
+from data_gen.backends.hf import check_supported
 from data_gen.backends.nucleus import keep_nucleus_
 from data_gen.cache.format import CacheIntegrityError
+from data_gen.cli import gen_data
 from data_gen.prepare import prepare
 from data_gen.turns import row_seed
 from dflash2_train.config import ConfigError, RunConfig
-from tests.regeneration import MAX_TOKENS, PROMPTS, SHARD, StubBackend, make_config, no_display, rows_of, run
+from dflash2_train.provenance import publish
+from tests.regeneration import MAX_TOKENS, PROMPTS, SHARD, StubBackend, make_config, no_display, rows_of, run, with_data
 from tests.toy_target import END
 
 
@@ -155,6 +160,71 @@ def test_a_full_disk_is_refused_before_the_engine_starts(config: RunConfig, monk
     monkeypatch.setattr(stage, "open_generator", lambda *_: pytest.fail("an engine was started"))
     with pytest.raises(ConfigError, match=r"data\.root"):
         stage.regenerate(config, prepare(config), no_display)
+
+
+def test_a_disk_that_fills_up_ends_the_run_and_the_next_one_completes_it(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = 0
+
+    def full_at_second(temporary: Path, final: Path) -> None:
+        nonlocal written
+        written += 1
+        if written == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        publish(temporary, final)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("data_gen.cache.conversations.publish", full_at_second)
+        with pytest.raises(OSError, match="No space left"):
+            run(config, monkeypatch, StubBackend())
+    folder = Path(config.data.root) / "conversations"
+    assert not list(folder.glob(".*.tmp"))
+    second = StubBackend()
+    assert run(config, monkeypatch, second).completions == PROMPTS
+    assert 0 < len(second.requests) < PROMPTS
+
+
+def test_a_damaged_shard_is_named_and_only_its_rows_are_answered_again(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(config, monkeypatch, StubBackend())
+    damaged = Path(config.data.root) / "conversations" / "shard-00001.parquet"
+    damaged.write_bytes(damaged.read_bytes()[:-50])
+    with pytest.raises(CacheIntegrityError, match=r"shard-00001\.parquet: not a whole Parquet file"):
+        run(config, monkeypatch, StubBackend())
+    damaged.unlink()
+    second = StubBackend()
+    assert run(config, monkeypatch, second).completions == PROMPTS
+    assert len(second.requests) == SHARD
+
+
+def test_a_shard_that_was_copied_is_refused(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(config, monkeypatch, StubBackend())
+    folder = Path(config.data.root) / "conversations"
+    shutil.copy(folder / "shard-00000.parquet", folder / "shard-00077.parquet")
+    with pytest.raises(CacheIntegrityError, match="4 answers are stored twice"):
+        run(config, monkeypatch, StubBackend())
+
+
+def test_conversations_of_an_older_format_are_refused(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(config, monkeypatch, StubBackend())
+    path = Path(config.data.root) / "conversations" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 1}))
+    with pytest.raises(CacheIntegrityError, match="format_version 1, this program reads 2"):
+        run(config, monkeypatch, StubBackend())
+
+
+def test_sampling_fields_that_the_reference_backend_does_not_apply_are_refused(config: RunConfig) -> None:
+    sampling = prepare(with_sampling(config, min_p=0.1)).sampling
+    with pytest.raises(ConfigError, match=r"data\.sampling\.min_p=0\.1: data\.backend=hf does not apply it"):
+        check_supported(sampling)
+    check_supported(prepare(config).sampling)
+
+
+def test_a_stage_that_servers_cannot_do_is_refused_before_the_first_answer(config: RunConfig) -> None:
+    with pytest.raises(ConfigError, match=r"data\.capture_backend"):
+        gen_data(with_data(config, backend="server"))
 
 
 def sorted_nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:

@@ -194,7 +194,7 @@ def with_system_turns(bad: int, good: int) -> list[list[dict[str, str]]]:
 def test_prompts_that_cannot_be_rendered_are_rejected_with_the_reason_and_the_counts_add_up(
     tmp_path: Path, tiny_config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(tmp_path, tiny_config, with_system_turns(2, 8))
+    config = make_config(tmp_path, tiny_config, with_system_turns(2, 8), max_rejected_share=0.2)
     prepared = prepare(config)
     assert prepared.rejected == {"template: no system turn": 2}
     assert len(prepared.train) + prepared.rejected.total() == len(prepared.plan.train) == 10
@@ -207,7 +207,7 @@ def test_too_large_a_share_of_rejected_prompts_ends_the_run_with_the_first_cause
     with pytest.raises(
         ConfigError, match=r"3 of 10 prompts cannot be asked.*\n  .* from train.jsonl: template: no system"
     ):
-        prepare(make_config(tmp_path, tiny_config, with_system_turns(3, 7)))
+        prepare(make_config(tmp_path, tiny_config, with_system_turns(3, 7), max_rejected_share=0.2))
 
 
 @pytest.mark.parametrize(

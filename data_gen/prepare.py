@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from data_gen.turns import turn_points
 from dflash2_train.config import ConfigError, DataConfig, RunConfig
 from dflash2_train.provenance import atomic_write_text, hash_model_folder
 
+logger = logging.getLogger(__name__)
 HOLDOUT_FILE = "holdout.jsonl"
 MAX_CAUSES = 5  # rejected prompts that an error names
 
@@ -85,6 +87,7 @@ def prepare(config: RunConfig) -> PreparedPrompts:
     plan = plan_prompts(data)
     counts = PromptCounts()
     job = job_of(data)
+    logger.info("rendering and counting the prompts of job %d of %d", job.index, job.count)
     train = list(keep_askable((record for record in plan.train if job.owns(record.prompt_id)), renderer, data, counts))
     refuse_rejects(len(train), counts, data)
     sampling = sampling_of(data, folder)

@@ -24,7 +24,7 @@ from data_gen.backends import open_generator
 from data_gen.backends.base import GenerateBackend
 from data_gen.cache.conversations import ConversationStore, KeySet
 from data_gen.cache.format import CacheIntegrityError
-from data_gen.cache.jobs import Job, hold_job, key64
+from data_gen.cache.jobs import Job, alone_in, hold_job, key64
 from data_gen.ledger import FAILED, LEDGER_FILES, SKIPPED, Ledger
 from data_gen.prepare import PreparedPrompts, job_of, write_holdout
 from data_gen.workload import WorkList, Workload
@@ -146,7 +146,8 @@ def regenerate(config: RunConfig, prepared: PreparedPrompts, open_progress: Open
     store.folder.mkdir(parents=True, exist_ok=True)
     with hold_job(store.folder, job):
         store.open(prepared.content, job)
-        write_holdout(root, prepared.holdout)
+        with alone_in(store.folder):  # every job of an array has the same one to write
+            write_holdout(root, prepared.holdout)
         stored = read_stored(store, ConversationTotals())
         refuse_foreign(stored, prepared, config.data.sampling.repeats)
         totals = ConversationTotals()

@@ -50,7 +50,7 @@ def broken(_body: dict[str, Any]) -> Reply:
 
 
 def hanging(body: dict[str, Any]) -> Reply:
-    time.sleep(2.0)
+    time.sleep(4.0)
     return good(body)
 
 
@@ -94,13 +94,14 @@ class StubServer:
                     stub._busy += 1
                     stub.most_busy = max(stub.most_busy, stub._busy)
                 try:
-                    status, reply = stub.behaviour(body)
+                    try:
+                        status, reply = stub.behaviour(body)
+                    finally:
+                        with stub._lock:  # before the client can know and send the next one
+                            stub._busy -= 1
                     self._send(status, reply)
                 except (Gone, ConnectionError):
                     self.close_connection = True
-                finally:
-                    with stub._lock:
-                        stub._busy -= 1
 
             def _send(self, status: int, reply: bytes) -> None:
                 self.send_response(status)
@@ -114,6 +115,9 @@ class StubServer:
         class Server(ThreadingHTTPServer):
             daemon_threads = True
             block_on_close = False  # a handler may hang on purpose
+
+            def handle_error(self, *_: object) -> None:
+                """A client that went away is no news here."""
 
             def get_request(self) -> Any:
                 connection, address = super().get_request()

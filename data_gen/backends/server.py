@@ -78,7 +78,8 @@ class ServerGenerator:
         self._client = httpx.AsyncClient(
             headers=self._headers,
             timeout=httpx.Timeout(self._servers.timeout_s, connect=self._servers.connect_timeout_s),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            # Idle connections are let go before a server's own limit (5 s in vLLM) closes them under a request.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
             trust_env=False,  # servers are named in the configuration; a proxy from the environment is not
         )
         self._pool = ServerPool(self._servers, self._probe)

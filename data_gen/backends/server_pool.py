@@ -1,8 +1,9 @@
 """Which server takes the next request: slots, failures in a row, dropping out and coming back.
 
 A server is asked for its model before its first request and again, every few seconds, after it dropped out. It drops
-out after ``drop_after`` failures in a row. Whoever waits for a slot holds none. All servers away for longer than
-``max_outage_s`` ends the run with what each of them said last.
+out after ``drop_after`` failures in a row. One that is back is on trial: it gets one request at a time until it has
+answered one, since an engine can hang behind a front that says it is well. Whoever waits for a slot holds none. All
+servers away for longer than ``max_outage_s`` ends the run with what each of them said last.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ class Server:
     busy: int = 0  # requests in flight
     is_up: bool = False
     was_up: bool = False  # at any time of this run
+    on_trial: bool = False  # back, and has not answered anything yet
     failures: int = 0  # in a row
     cause: str = "not reached yet"
 
     @property
     def has_slot(self) -> bool:
         """Whether it can take a request now."""
-        return self.is_up and self.busy < self.concurrency
+        return self.is_up and self.busy < (1 if self.on_trial else self.concurrency)
 
 
 class ServerPool:
@@ -109,15 +111,18 @@ class ServerPool:
     async def release(self, server: Server, failure: str | None = None) -> None:
         """Give a slot back; ``failure`` says that the server did not do its part."""
         server.busy -= 1
+        freed = 1
         if failure is None:
             server.failures = 0
+            if server.on_trial:
+                server.on_trial, freed = False, server.concurrency
         else:
             server.failures += 1
             server.cause = failure
-            if server.is_up and server.failures >= self._config.drop_after:
+            if server.is_up and (server.on_trial or server.failures >= self._config.drop_after):
                 self._take_out(server)
         async with self._freed:
-            self._freed.notify(1)
+            self._freed.notify(freed)
 
     def _take_out(self, server: Server) -> None:
         server.is_up = False
@@ -148,6 +153,7 @@ class ServerPool:
             return
         if server.was_up:
             logger.warning("%s is back", server.url)
+        server.on_trial = server.was_up
         server.is_up = server.was_up = True
         server.failures = 0
         self._down_since = None

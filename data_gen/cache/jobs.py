@@ -9,6 +9,7 @@ that ends. It is an ``flock``, which Linux also carries over NFS.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from dflash2_train.config import UserError
+from dflash2_train.config import ConfigError, UserError
 
 
 class JobBusyError(UserError, RuntimeError):
@@ -81,11 +82,18 @@ def hold_job(folder: Path, job: Job) -> Iterator[None]:
         yield
 
 
-def _lock(file: IO[str]) -> bool:
+def _lock(file: IO[str], flags: int = fcntl.LOCK_NB) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | flags)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        raise ConfigError(
+            f"data.root: the file system of {file.name} has no locks ({error.strerror}), so two processes could answer "
+            "the same prompts unseen. Mount it with locks (Lustre: -o flock), or choose another data.root."
+        ) from error
     return True
 
 
@@ -93,5 +101,5 @@ def _lock(file: IO[str]) -> bool:
 def alone_in(folder: Path) -> Iterator[None]:
     """Wait for, and be, the only process inside such a block for ``folder``."""
     with open(folder / ".open.lock", "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        _lock(file, 0)
         yield

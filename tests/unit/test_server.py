@@ -22,12 +22,12 @@ from tests.stub_server import MODEL, Reply, StubServer, answer_of, broken, garba
 
 SAMPLING = SamplingSettings(temperature=1.0, top_p=0.95, top_k=0, max_tokens=3, stop_ids=[1])
 FAST = {
-    "timeout_s": 0.4,
-    "connect_timeout_s": 0.4,
+    "timeout_s": 10.0,  # no fault by itself on a busy machine; the test of hanging servers shortens it
+    "connect_timeout_s": 10.0,
     "backoff_s": 0.01,
     "max_backoff_s": 0.05,
     "probe_every_s": 0.03,
-    "max_outage_s": 0.5,
+    "max_outage_s": 30.0,
 }
 
 
@@ -140,9 +140,37 @@ def test_a_faulty_server_drops_out_and_its_requests_are_answered_elsewhere(
     tiny_config: RunConfig, start: Callable[..., StubServer], fault: Callable[[dict[str, Any]], Reply]
 ) -> None:
     bad, fine = start(behaviour=fault), start()
-    found = results_of(generator(tiny_config, [bad, fine], probe_every_s=30.0), requests(40))
+    limits = {"timeout_s": 1.0 if fault is hanging else 10.0, "probe_every_s": 30.0}
+    found = results_of(generator(tiny_config, [bad, fine], **limits), requests(40))
     assert all_right(found, requests(40))
     assert len(bad.bodies) <= 4 + 4, "after its first requests failed it gets no more"
+
+
+def test_a_server_that_is_back_gets_one_request_at_a_time_until_it_answers(
+    tiny_config: RunConfig, start: Callable[..., StubServer]
+) -> None:
+    """Its probes are always good; with all its slots after each of them it would burn the tries of many requests."""
+    server = start()
+    busy_on_trial: list[int] = []
+
+    def mends_after_two_trials(body: dict[str, Any]) -> Reply:
+        seen = len(server.bodies)
+        if seen <= 4:  # all slots, before it drops out
+            time.sleep(0.05)
+            return broken(body)
+        if seen <= 6:
+            time.sleep(0.05)
+            busy_on_trial.append(server._busy)
+            return broken(body)
+        time.sleep(0.01)
+        return good(body)
+
+    server.behaviour = mends_after_two_trials
+    backend = generator(tiny_config, [server], drop_after=1)
+    assert all_right(results_of(backend, requests(40)), requests(40))
+    assert busy_on_trial == [1, 1]
+    assert len(server.bodies) == 40 + 6
+    assert server.most_busy == 4
 
 
 def test_a_transient_fault_costs_tries_and_not_the_row(
@@ -197,7 +225,7 @@ def test_a_request_that_breaks_every_server_fails_after_its_tries(
 
 def test_a_server_that_dies_and_returns_is_used_again(tiny_config: RunConfig, start: Callable[..., StubServer]) -> None:
     server = start()
-    backend = generator(tiny_config, [server], max_outage_s=20.0)
+    backend = generator(tiny_config, [server])
     found = {}
     for result in backend.generate(take_from(requests(60)), beat):
         found[result.request_id] = result
@@ -212,8 +240,8 @@ def test_servers_that_stay_away_end_the_run_with_what_each_said_last(
     tiny_config: RunConfig, start: Callable[..., StubServer]
 ) -> None:
     server = start(behaviour=broken)
-    backend = generator(tiny_config, [server], probe_every_s=30.0)
-    with pytest.raises(ServersDownError, match=rf"(?s)max_outage_s=0.5.*{server.url}: HTTP 500"):
+    backend = generator(tiny_config, [server], probe_every_s=30.0, max_outage_s=1.0)
+    with pytest.raises(ServersDownError, match=rf"(?s)max_outage_s=1 s.*{server.url}: HTTP 500"):
         results_of(backend, requests(8))
 
 

@@ -240,8 +240,8 @@ def test_servers_that_stay_away_end_the_run_with_what_each_said_last(
     tiny_config: RunConfig, start: Callable[..., StubServer]
 ) -> None:
     server = start(behaviour=broken)
-    backend = generator(tiny_config, [server], probe_every_s=30.0, max_outage_s=1.0)
-    with pytest.raises(ServersDownError, match=rf"(?s)max_outage_s=1 s.*{server.url}: HTTP 500"):
+    backend = generator(tiny_config, [server], probe_every_s=30.0, max_outage_s=2.0)
+    with pytest.raises(ServersDownError, match=rf"(?s)max_outage_s=2 s.*{server.url}: HTTP 500"):
         results_of(backend, requests(8))
 
 

@@ -47,33 +47,6 @@ def _peak_memory() -> str:
     return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
 
 
-def show_plan(config: RunConfig, prepared: PreparedPrompts) -> None:
-    """What would be made: prompts, tokens and bytes at most."""
-    from data_gen.capture import token_bytes
-
-    for line in prepared.plan.report.lines():
-        logger.info("%s", line)
-    sampling = config.data.sampling
-    answers = prepared.counts.turns * sampling.repeats
-    prompt_tokens = prepared.counts.prompt_tokens * sampling.repeats
-    most = prompt_tokens + answers * sampling.max_tokens
-    rows = [
-        ("training prompts", f"{len(prepared.train):,}"),
-        ("hold-out prompts", f"{len(prepared.holdout):,}"),
-        *((f"rejected: {reason}", f"{number:,}") for reason, number in sorted(prepared.rejected.items())),
-        *(
-            (f"hold-out, left out: {reason}", f"{number:,}")
-            for reason, number in sorted(prepared.counts.holdout_rejected.items())
-        ),
-        ("answers", f"{answers:,}"),
-        ("prompt tokens", f"{prompt_tokens:,}"),
-        ("answer tokens, at most", f"{answers * sampling.max_tokens:,}"),
-        ("cache bytes a token", f"{token_bytes(config):,}"),
-        ("cache, at most", f"{most * token_bytes(config) / GIB:.2f} GiB"),
-    ]
-    _table(f"Plan of {config.name}", rows)
-
-
 def show_conversations(totals: ConversationTotals, prepared: PreparedPrompts) -> None:
     """Summary of the regenerate stage."""
     rate = totals.new_tokens / totals.seconds if totals.seconds else 0.0
@@ -84,6 +57,10 @@ def show_conversations(totals: ConversationTotals, prepared: PreparedPrompts) ->
         ("answer tokens", f"{totals.completion_tokens:,}"),
         ("cut by max_tokens", f"{totals.cut / max(totals.completions, 1):.1%}"),
         *((f"rejected prompts: {reason}", f"{number:,}") for reason, number in sorted(prepared.rejected.items())),
+        *(
+            (f"hold-out, left out: {reason}", f"{number:,}")
+            for reason, number in sorted(prepared.counts.holdout_rejected.items())
+        ),
         *((f"dropped: {reason}", f"{number:,}") for reason, number in sorted(totals.dropped.items())),
         *((f"later turns not asked: {reason}", f"{number:,}") for reason, number in sorted(totals.skipped.items())),
         *((f"failed: {reason}", f"{number:,}") for reason, number in totals.failed.most_common(MAX_REASONS)),
@@ -135,15 +112,17 @@ def gen_data(config: RunConfig) -> int:
     stages = ("regenerate", "capture", "verify") if config.stage == "all" else (config.stage,)
     if "capture" in stages:
         logger.info("states will be read by %s", config.data.capturer)  # refuses now what would fail after a week
-    if stages != ("verify",):
-        from data_gen.prepare import prepare
+    if "plan" in stages:
+        from data_gen.stage_plan import plan_stage
 
-        if "regenerate" in stages or "plan" in stages:
-            prepared = prepare(config)
-            show_plan(config, prepared)
+        plan_stage(config)
     if "regenerate" in stages:
+        from data_gen.prepare import prepare
         from data_gen.regenerate import regenerate
 
+        prepared = prepare(config)
+        for line in prepared.plan.report.lines():
+            logger.info("%s", line)
         show_conversations(regenerate(config, prepared, open_display), prepared)
     if "capture" in stages:
         from data_gen.backends.folder import find_target

@@ -14,6 +14,7 @@ from dflash2_train.config.evaluate import EvalConfig
 from dflash2_train.config.export import ExportConfig
 from dflash2_train.config.generation import GenerationConfig, ServersConfig
 from dflash2_train.config.loss import KL_KINDS, MISSING_CANDIDATE, LossConfig
+from dflash2_train.config.plan import HardwareConfig, PlanConfig
 from dflash2_train.config.prompts import PromptSourceConfig
 from dflash2_train.config.rules import DTYPES, ConfigError, UserError, absolute
 from dflash2_train.config.run import RunConfig, load_config, to_plain
@@ -29,10 +30,12 @@ __all__ = [
     "EvalConfig",
     "ExportConfig",
     "GenerationConfig",
+    "HardwareConfig",
     "KL_KINDS",
     "LAYER_TYPES",
     "LossConfig",
     "MISSING_CANDIDATE",
+    "PlanConfig",
     "PromptSourceConfig",
     "RunConfig",
     "SamplingConfig",

@@ -52,6 +52,16 @@ def test_rows_keep_the_ids_of_the_engine_and_everything_needed_to_repeat_them(
     assert len({request.seed for request in backend.requests}) == PROMPTS
 
 
+def test_shards_hold_rows_in_the_order_of_the_plan_whatever_order_the_engine_answers_in(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(config, monkeypatch, StubBackend())  # answers the newest request first
+    store = ConversationStore(Path(config.data.root))
+    stored = [[row["prompt_id"] for row in store.read(index)] for index in store.shards()]
+    planned = [record.prompt_id for record in prepare(config).train]
+    assert stored == [planned[begin : begin + SHARD] for begin in range(0, PROMPTS, SHARD)]
+
+
 def test_cut_answers_are_counted_and_never_get_an_end_token(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     totals = run(config, monkeypatch, StubBackend())
     cut = [row for row in rows_of(config).values() if row["finish_reason"] == "length"]

@@ -14,6 +14,7 @@ import torch
 from data_gen import regenerate as stage
 from data_gen.backends.hf import check_supported
 from data_gen.backends.nucleus import keep_nucleus_
+from data_gen.cache.conversations import ConversationStore
 from data_gen.cache.format import CacheIntegrityError
 from data_gen.cli import gen_data
 from data_gen.prepare import prepare

@@ -22,6 +22,7 @@ from data_gen.cache.jobs import Job, alone_in, key64
 from dflash2_train.provenance import atomic_write_json, publish, sha256_json
 
 FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)  # version 1 has one turn a row and no counts; capture and attestation need neither
 CONVERSATIONS = "conversations"
 ONLY_JOB = Job()
 KeyArray = np.ndarray[Any, np.dtype[np.uint64]]
@@ -83,6 +84,12 @@ class ConversationStore:
                     )
                 record = {"format_version": FORMAT_VERSION, "fingerprint": sha256_json(content), "content": content}
                 atomic_write_json(path, record)
+        version = read_json_object(path).get("format_version")
+        if version != FORMAT_VERSION:
+            raise CacheIntegrityError(
+                f"{path}: format_version {version!r}, this program continues {FORMAT_VERSION} only. "
+                "Capture what is there, or use another data.root (or run_dir) to generate again."
+            )
         refuse_differences(path, self.content(), content, "conversations")
         for leftover in self.folder.glob(".shard-*.tmp"):
             if job.owns_shard(int(leftover.name.split(".")[1].removeprefix("shard-"))):
@@ -92,13 +99,13 @@ class ConversationStore:
         """Settings of the conversations on disk.
 
         Raises:
-            CacheIntegrityError: there are none, or they are of another format version.
+            CacheIntegrityError: there are none, or they are of an unknown format version.
         """
         path = self.folder / MANIFEST_FILE
         stored = read_json_object(path)
-        if stored.get("format_version") != FORMAT_VERSION:
+        if stored.get("format_version") not in READABLE_VERSIONS:
             raise CacheIntegrityError(
-                f"{path}: format_version {stored.get('format_version')!r}, this program reads {FORMAT_VERSION}. "
+                f"{path}: format_version {stored.get('format_version')!r}, this program reads {READABLE_VERSIONS}. "
                 "Use the version that wrote it, or another data.root (or run_dir) to generate again."
             )
         content: dict[str, Any] = stored["content"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
+from dflash2_train.config.attest import AttestConfig
 from dflash2_train.config.generation import GenerationConfig
 from dflash2_train.config.prompts import PromptSourceConfig, check_sources
 from dflash2_train.config.rules import ConfigError, require
@@ -38,8 +39,8 @@ class DataConfig(GenerationConfig):
     max_num_seqs: int = 96  # requests in flight inside the engine
     kv_cache_gib: float = 2.0  # vLLM on CPU: memory for its KV cache
     gpu_memory_utilization: float = 0.9  # vLLM on GPU
-    min_attested_tokens: int = 32  # cached tokens compared with a plain forward before training
-    min_agreement: float = 0.3  # share of supervised tokens in the teacher's top-k below which training is refused
+    max_failed_share: float = 0.01  # of conversations whose answer or states could not be had; more end the stage
+    attest: AttestConfig = field(default_factory=AttestConfig)
 
     @property
     def capturer(self) -> str:
@@ -77,8 +78,16 @@ class DataConfig(GenerationConfig):
         require(
             self.max_prompt_tokens > 0, "data.max_prompt_tokens", self.max_prompt_tokens, "must be positive", "Use 512."
         )
+        require(
+            0.0 <= self.max_failed_share < 1.0,
+            "data.max_failed_share",
+            self.max_failed_share,
+            "must lie in [0, 1)",
+            "Use 0.01.",
+        )
         self._check_prompts()
         self.sampling.check()
+        self.attest.check()
 
     def _check_prompts(self) -> None:
         limit, near, share = self.max_prompts, self.near_duplicates, self.max_rejected_share

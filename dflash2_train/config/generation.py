@@ -79,7 +79,6 @@ class GenerationConfig:
     drop_cut: bool = False  # True drops completions that ended for length
     drop_repeats: bool = True  # drops completions that ended for length in an endless cycle
     repeat_window: int = 256  # tokens at the end that such a cycle must fill, at least four times round
-    max_failed_share: float = 0.05  # of requests: those without an answer; more end the run
     max_attempts: int = 3  # runs that try a failed answer before it is given up (a dead letter)
     retry_failed: bool = False  # True tries dead letters again
     shard_index: int = 0  # this job of a job array; a prompt's hash says which job answers it
@@ -87,8 +86,6 @@ class GenerationConfig:
 
     def check_generation(self, backend: str) -> None:
         require(self.turns in TURNS, "data.turns", self.turns, f"must be one of {TURNS}", "Pick one.")
-        share = self.max_failed_share
-        require(0 <= share <= 1, "data.max_failed_share", share, "is a share", "Use 0.05.")
         for key in ("max_attempts", "num_shards"):
             value = getattr(self, key)
             require(value > 0, f"data.{key}", value, "must be positive", "Leave it at its default.")

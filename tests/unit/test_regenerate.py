@@ -218,12 +218,13 @@ def test_a_shard_that_was_copied_is_refused(config: RunConfig, monkeypatch: pyte
         run(config, monkeypatch, StubBackend())
 
 
-def test_conversations_of_an_older_format_are_refused(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversations_of_an_older_format_are_not_continued(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     run(config, monkeypatch, StubBackend())
     path = Path(config.data.root) / "conversations" / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 1}))
-    with pytest.raises(CacheIntegrityError, match="format_version 1, this program reads 2"):
+    with pytest.raises(CacheIntegrityError, match="format_version 1, this program continues 2 only"):
         run(config, monkeypatch, StubBackend())
+    assert ConversationStore(Path(config.data.root)).content()["target"] == config.target.name, "to read it is fine"
 
 
 def test_sampling_fields_that_the_reference_backend_does_not_apply_are_refused(config: RunConfig) -> None:

@@ -26,6 +26,7 @@ from dflash2_train.config import ConfigError, RunConfig, UserError, absolute, to
 if TYPE_CHECKING:
     from data_gen.cache.reader import CaptureReader
     from dflash2_train.attest import Attestation
+    from dflash2_train.attest.samples import Samples
     from dflash2_train.checkpoint import Checkpoint
     from dflash2_train.data import WindowLoader
     from dflash2_train.metrics import MetricSums
@@ -173,7 +174,7 @@ def run_rank(config: RunConfig, output: Path, found: Checkpoint | None) -> int:
     return export_result(config) if rank == 0 else 0
 
 
-def attest_cache(config: RunConfig, output: Path, reader: CaptureReader, rank: int) -> Attestation | None:
+def attest_cache(config: RunConfig, output: Path, samples: Samples, rank: int) -> Attestation | None:
     """Put the cache through its gates on the first rank; a refused cache ends the run on every rank.
 
     The verdicts are shown and written to ``attestation.json`` before anything is refused.
@@ -190,7 +191,7 @@ def attest_cache(config: RunConfig, output: Path, reader: CaptureReader, rank: i
     attested, passed = None, False
     try:
         if rank == 0:
-            attested = attest(reader, config)
+            attested = attest(samples, config)
             open_console(stderr=True).print(attested.table())
             atomic_write_json(output / "attestation.json", attested.to_dict())
             passed = attested.passed

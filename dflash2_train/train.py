@@ -433,6 +433,7 @@ def build_objective(config: RunConfig, reader: CaptureReader) -> Objective:
         drafter = warm_drafter(config.train.warm_start, shape)
     else:
         drafter = fresh_drafter(config, shape, frozen, reader)
+    drafter.attention = config.train.attention
     return Objective(drafter, frozen, config.loss)
 
 

@@ -21,10 +21,11 @@ from dflash2_train.config.rules import DTYPES, ConfigError, UserError, absolute
 from dflash2_train.config.run import RunConfig, load_config, to_plain
 from dflash2_train.config.sampling import SamplingConfig
 from dflash2_train.config.target import TargetConfig
-from dflash2_train.config.train import TrainConfig
+from dflash2_train.config.train import ATTENTION_PATHS, TrainConfig
 
 __all__ = [
     "AttestConfig",
+    "ATTENTION_PATHS",
     "ConfigError",
     "DTYPES",
     "DataConfig",

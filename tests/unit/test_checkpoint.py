@@ -40,9 +40,7 @@ def drafter() -> Drafter:
 
 def save(root: Path, drafter: Drafter, step: int, *, keep: int = 2, averaged: bool = False) -> Path:
     engine = still(averaged=averaged)
-    return save_checkpoint(
-        engine, drafter, root, step=step, state={"step": step}, fingerprint=SETTINGS, keep=keep
-    )
+    return save_checkpoint(engine, drafter, root, step=step, state={"step": step}, fingerprint=SETTINGS, keep=keep)
 
 
 def names(root: Path) -> list[str]:

@@ -30,9 +30,7 @@ def test_every_parameter_of_a_drafter_is_in_exactly_one_group() -> None:
 
 
 def test_each_part_has_its_own_factor_and_only_matrices_decay() -> None:
-    found = groups(
-        weight_decay=0.1, conv_lr_scale=2.0, selector_lr_scale=3.0, gain_lr_scale=4.0, mask_lr_scale=5.0
-    )
+    found = groups(weight_decay=0.1, conv_lr_scale=2.0, selector_lr_scale=3.0, gain_lr_scale=4.0, mask_lr_scale=5.0)
     assert {name: group["lr"] / 1e-3 for name, group in found.items()} == pytest.approx(
         {"matrices": 1.0, "conv": 2.0, "selector": 3.0, "codebooks": 3.0, "gains": 4.0, "mask_embedding": 5.0}
     )

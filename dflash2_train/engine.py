@@ -85,6 +85,8 @@ class TrainEngine:
         self.world_size: int = torch.distributed.get_world_size()
         self.deepspeed_config = build_deepspeed_config(train, self.world_size)
         self._optimizer = build_optimizer(module, train)
+        # DeepSpeed casts the module before it copies the masters. What was trained before keeps its fp32 digits.
+        trained = {name: p.detach().clone() for name, p in module.named_parameters()} if train.warm_start else {}
         # DeepSpeed prints its memory use at every sub-step of this call, whatever its log level.
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore", FutureWarning)
@@ -98,13 +100,9 @@ class TrainEngine:
         self.drop_reason = ""
         self._finite = torch.ones((), dtype=torch.bool, device=self.device)  # losses of the window so far
         self._smallest = min((p for p in module.parameters() if p.requires_grad), key=Tensor.numel)
+        if trained:
+            self.scatter(MASTERS, module, trained)
         self._average = None if train.ema_decay is None else WeightAverage(self._masters(), train.ema_decay)
-
-    @property
-    def module(self) -> nn.Module:
-        """The wrapped module (its parameters in the training dtype)."""
-        module: nn.Module = self._engine.module
-        return module
 
     @property
     def loss_scale(self) -> int:
@@ -215,7 +213,7 @@ class TrainEngine:
                 parameter.copy_(tensors[name])  # the training dtype's copy, rounded as after a step
             return
         masters = self._masters()
-        kept = [master.clone() for master in masters]
+        kept = [master.to("cpu", copy=True) for master in masters]
         for name, parameter in named.named_parameters():
             self._set_full(parameter, tensors[name].to(self.device))
         for master, saved, shard in zip(masters, kept, self._shards(kind), strict=True):
@@ -278,7 +276,7 @@ class TrainEngine:
             yield
             return
         masters = self._masters()
-        kept = [master.clone() for master in masters]
+        kept = [master.to("cpu", copy=True) for master in masters]
         try:
             for master, shard in zip(masters, self._shards(kind), strict=True):
                 master.copy_(shard)

@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dflash2_train.config import TrainConfig
+from dflash2_train.config import TrainConfig, UserError
 from dflash2_train.engine import AVERAGE, MASTERS, MOMENTS, TrainEngine, start_ranks, stop_ranks
+from dflash2_train.optimizer import parameter_groups
+from dflash2_train.schedules import rate_factor
 
 CASES = ((0, "float32"), (1, "float32"), (2, "float32"), (1, "bfloat16"), (2, "bfloat16"))
 KINDS = (MASTERS, *MOMENTS, AVERAGE)
@@ -58,6 +60,11 @@ def settings(stage: int, dtype: str, world_size: int) -> TrainConfig:
     )
 
 
+def numbers(window: int, micro: int) -> Tensor:
+    """Data of one global micro-batch."""
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(100 * window + micro))
+
+
 class Player:
     """An engine, and windows of numbers to play through it."""
 
@@ -79,7 +86,7 @@ class Player:
         applied = True
         for micro in range(self.train.accumulation):
             index = micro * engine.world_size + engine.rank
-            data = torch.randn(6, 5, generator=torch.Generator().manual_seed(100 * number + index))
+            data = numbers(number, index)
             kind = fault[1] if fault is not None and fault[0] == index else None
             loss = engine.forward(data, kind, odd_hits or index % 2 == 0)
             engine.backward(loss * engine.loss_scale / GLOBAL_MICROS)
@@ -124,6 +131,48 @@ def check_drops(stage: int, dtype: str) -> tuple[Player, dict[str, dict[str, Ten
     return clean, state
 
 
+def check_plain_loop(trained: Toy, train: TrainConfig) -> None:
+    """After windows 0 and 3 the weights are those of a loop in plain torch, whatever the stage and the ranks."""
+    toy = Toy()
+    groups, factor = parameter_groups(toy, train), rate_factor(train)
+    rates = [group["lr"] for group in groups]
+    optimizer = torch.optim.AdamW(groups, betas=(train.betas[0], train.betas[1]))
+    for step, number in enumerate((0, 3)):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * factor(step)
+        for index in range(GLOBAL_MICROS):
+            (toy(numbers(number, index), None, True) / GLOBAL_MICROS).backward()
+        nn.utils.clip_grad_norm_(toy.parameters(), train.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    for expected, found in zip(toy.parameters(), trained.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def check_silent_skip(stage: int, dtype: str) -> None:
+    """An optimizer that does nothing and says nothing is found out before anything is saved."""
+    player = Player(stage, dtype)
+    assert player.window(0)
+    player.engine._optimizer.step = lambda *_: None
+    assert player.window(1)
+    try:
+        player.engine.state_kinds()
+    except UserError as error:
+        assert "lost in silence" in str(error)
+        return
+    raise AssertionError("a step that was not done went unnoticed")
+
+
+def check_warm_masters(stage: int, dtype: str) -> None:
+    """What was trained before enters the masters with all its digits."""
+    toy, train = Toy(), settings(stage, dtype, torch.distributed.get_world_size())
+    train.warm_start = "elsewhere"
+    exact = {name: p.detach().clone() for name, p in toy.named_parameters()}
+    engine = TrainEngine(toy, train)
+    masters = engine.gather(MASTERS, toy)
+    assert engine.rank != 0 or all(torch.equal(masters[name], exact[name]) for name in exact)
+
+
 def spread(state: dict[str, dict[str, Tensor]], folder: Path) -> dict[str, dict[str, Tensor]]:
     """The first rank's state on every rank, by way of files."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -138,6 +187,10 @@ def spread(state: dict[str, dict[str, Tensor]], folder: Path) -> dict[str, dict[
 def save(folder: Path, stage: int, dtype: str) -> None:
     """Drops leave no trace, and a fresh engine given the state goes on bit for bit."""
     player, state = check_drops(stage, dtype)
+    if dtype == "float32":
+        check_plain_loop(player.toy, player.train)
+    check_silent_skip(stage, dtype)
+    check_warm_masters(stage, dtype)
     whole = spread(state, folder)
     resumed = Player(stage, dtype)
     resumed.load(whole, player.engine.counts())

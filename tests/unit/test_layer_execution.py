@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,6 +55,20 @@ def test_recomputing_runs_each_layer_twice_and_keeps_the_published_names() -> No
     gradients(drafter)
     assert len(calls) == 2
     assert list(drafter.state_dict()) == names
+
+
+def test_compiled_layers_are_recomputed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def compiled(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *arguments: calls.append(1) or run(*arguments)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(torch, "compile", compiled)  # what it compiles to is for a GPU to show
+    drafter = random_drafter(num_layers=2)
+    both = settings(compile_layers=True, gradient_checkpointing=True)
+    apply_layer_options(drafter.layers, both, torch.device("cuda"))
+    gradients(drafter)
+    assert len(calls) == 2 * 2
 
 
 def test_compiling_off_cuda_is_refused_by_its_key() -> None:

@@ -73,6 +73,9 @@ def verified_checkpoint(folder: Path) -> Checkpoint | None:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         logger.warning("%s is not readable (%s) and its checkpoint is passed over", manifest_path, error)
         return None
+    if not isinstance(manifest, dict) or not manifest.keys() >= {"step", "world_size", "fingerprint", "files"}:
+        logger.warning("%s is not one of this tool's and its folder is passed over", manifest_path)
+        return None
     for name, digest in manifest["files"].items():
         path = folder / name
         if not path.exists() or sha256_file(path) != digest:

@@ -104,6 +104,15 @@ def test_a_folder_where_nothing_verifies_is_an_error_and_not_a_fresh_start(tmp_p
         newest_checkpoint(tmp_path)
 
 
+def test_another_tools_folder_is_passed_over(tmp_path: Path, drafter: Drafter) -> None:
+    save(tmp_path, drafter, 1)
+    (tmp_path / "step000002").mkdir()
+    (tmp_path / "step000002" / MANIFEST).write_text('{"epoch": 3}')
+    found = newest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.step == 1
+
+
 def test_what_a_kill_left_half_written_is_never_taken_and_cleared_by_the_next_save(
     tmp_path: Path, drafter: Drafter
 ) -> None:

@@ -211,7 +211,8 @@ def refuse_not_finite(engine: TrainEngine, kind: str, tensors: dict[str, Tensor]
     if engine.any_rank(bool(bad)):
         raise CheckpointError(
             f"{root}: {kind} of {bad[0] if bad else 'a tensor'} is not finite, so this state is not saved. The newest "
-            "checkpoint is good; the same command continues from it, with a lower train.lr if it happens again."
+            "checkpoint is good and the same command continues from it. If that ends here again, start a new run with "
+            "a lower train.lr and train.warm_start set to that checkpoint."
         )
 
 

@@ -61,6 +61,7 @@ class Progress:
     attempt: int = 1
     run_id: str = ""
     bad_in_a_row: int = 0
+    selector_share: float = 1.0  # of the last window, for loss.selector_denominator=hits; 1 for the other setting
 
 
 def fingerprint(config: RunConfig, cache_fingerprint: str) -> dict[str, Any]:
@@ -257,13 +258,17 @@ class TrainingRun:
         import torch
 
         from dflash2_train.blocks import build_blocks
+        from dflash2_train.losses import Moment
         from dflash2_train.metrics import MetricSums
+        from dflash2_train.served_anchors import move_anchors
 
         engine, progress, shape = self.engine, self.progress, self.objective.drafter.shape
+        moment = Moment(step=progress.step, steps=self.config.train.steps, seed=self.config.train.seed)
         batches = [batch.to(engine.device, self.dtype) for batch in self.loader.window(progress.rows_consumed)]
         block_size = window_block_size(self.config, progress.step)
+        batches = [move_anchors(self.objective, batch, block_size=block_size, moment=moment) for batch in batches]
         blocks = [build_blocks(batch, block_size=block_size, mask_token_id=shape.mask_token_id) for batch in batches]
-        denominator = torch.stack([self.objective.window_weight(block) for block in blocks]).sum()
+        denominator = torch.stack([self.objective.window_weight(block, moment) for block in blocks]).sum()
         denominator = engine.all_reduce_sum(denominator)
         ramp_steps = self.config.loss.selector_ramp * self.config.train.steps
         ramp = min(1.0, (progress.step + 1) / ramp_steps) if ramp_steps > 0 else 1.0
@@ -271,7 +276,13 @@ class TrainingRun:
         applied = True
         for micro, (batch, block) in enumerate(zip(batches, blocks, strict=True)):
             output = engine.forward(
-                batch, block, denominator=denominator, scale=float(engine.loss_scale), selector_ramp=ramp
+                batch,
+                block,
+                denominator=denominator,
+                scale=float(engine.loss_scale),
+                selector_ramp=ramp,
+                moment=moment,
+                selector_share=progress.selector_share,
             )
             if engine.any_rank(not bool(torch.isfinite(output.loss))):
                 engine.drop_window(micro)
@@ -285,6 +296,9 @@ class TrainingRun:
         progress.rows_consumed += self.loader.rows_per_window
         if applied:
             progress.bad_in_a_row = 0
+            if self.config.loss.selector_denominator == "hits":
+                shares = sums.reduced(engine.all_reduce_sum).rates()
+                progress.selector_share = shares.get("selector_share", progress.selector_share)
             self.refuse_bad_gradient(batches)
         return sums
 

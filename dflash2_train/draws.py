@@ -38,6 +38,7 @@ def uniform(keys: Tensor, *counters: Tensor | int) -> Tensor:
     """Uniform numbers in [0, 1), fp64, one for each combination of a key and its counters (broadcast together)."""
     state = _mix(keys)
     for counter in counters:
+        counter = torch.as_tensor(counter, dtype=torch.int64, device=keys.device)
         state = _mix(state + (counter + 1) * _GOLDEN)  # int64 arithmetic wraps around, as the hash wants
     return _shifted(state, 11).double() * 2.0**-53
 

@@ -361,16 +361,17 @@ class TrainingRun:
 
 
 def window_block_size(config: RunConfig, step: int) -> int:
-    """Block size of one window: the drafter's own, or the short one for a share of the windows.
+    """Block size of one window: the drafter's own, or a shorter one for a share of the windows.
 
     A short block costs less and spends it where a young drafter can gain, on the first slots; the whole blocks among
-    them keep the later slots trained. Drawn from (seed, window), so that ranks agree and a resume repeats it.
+    them keep the later slots trained. Random sizes make one drafter good at every number of drafted tokens. Drawn from
+    (seed, window), so that ranks agree and a resume repeats it.
     """
-    short = config.train.short_block_size
-    if short is None:
-        return config.drafter.block_size
-    draw = random.Random(f"block/{config.train.seed}/{step}").random()  # noqa: S311 - a schedule, not a secret
-    return short if draw < config.train.short_block_share else config.drafter.block_size
+    train, whole = config.train, config.drafter.block_size
+    generator = random.Random(f"block/{train.seed}/{step}")  # noqa: S311 - a schedule, not a secret
+    if train.short_block_size is None or generator.random() >= train.short_block_share:
+        return whole
+    return generator.randint(train.short_block_size, whole - 1) if train.short_block_random else train.short_block_size
 
 
 def facts(values: dict[str, float]) -> str:

@@ -68,6 +68,17 @@ def test_a_complete_configuration_becomes_typed_objects_with_interpolations_reso
         ("train__zero_stage", 0, "stage 0"),
         ("loss__kl_kind", "reverse", "must be one of"),
         ("loss__gamma", 0.0, "positive"),
+        ("loss__gamma_end", -1.0, "positive"),
+        ("loss__kl_kind", "full_vocabulary", "final hidden states"),
+        ("loss__position_weights", "uniform", "must be one of"),
+        ("loss__missing_candidate", "skip", "must be one of"),
+        ("loss__selector_denominator", "none", "must be one of"),
+        ("loss__implementation", "cuda", "must be one of"),
+        ("loss__dpace_alpha", 1.5, "[0, 1]"),
+        ("loss__sampled_predecessor", -0.1, "[0, 1]"),
+        ("loss__served_anchor_share", 2.0, "[0, 1]"),
+        ("loss__served_anchor_hops", 0, "positive"),
+        ("train__short_block_random", True, "train.short_block_size"),
         ("data__backend", "tgi", "must be one of"),
         ("data__sampling__top_p", 0.0, "(0, 1]"),
         ("eval__num_drafted", 8, "block_size - 1"),
@@ -80,6 +91,11 @@ def test_a_broken_rule_is_refused_naming_key_value_and_rule(key: str, value: Any
     text = str(caught.value)
     assert key.replace("__", ".") in text
     assert words in text
+
+
+def test_served_anchors_are_refused_where_the_drafter_is_in_pieces() -> None:
+    with pytest.raises(ConfigError, match="loss.served_anchor_share=0.5.*zero_stage=3"):
+        load_config(composed(loss__served_anchor_share=0.5, train__zero_stage=3))
 
 
 def test_an_unknown_key_is_refused_by_its_full_path() -> None:

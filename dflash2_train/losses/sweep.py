@@ -6,7 +6,7 @@ that fuses them with the softmax has to make the first one twice); passes differ
 ``pass_triton``.
 
 Memory: the raw product in the parameters' dtype, [M, V], twice for ``full_vocabulary``, and what the pass needs. M is
-chosen so that all of it stays within ``chunk_bytes`` and within a tenth of fp32 logits [N, V] (or 1 MiB).
+chosen so that all of it stays within ``chunk_bytes`` and within an eighteenth of fp32 logits [N, V] (or 1 MiB).
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torch import Tensor
 
 from dflash2_train.losses.shaping import Shaping
 
-LOGIT_SHARE = 1 / 12  # of the bytes of fp32 logits [N, V]; below a tenth, which leaves room for the products' scratch
+# Of the bytes of fp32 logits [N, V]. Gradient, its scaled copy and the products' scratch come on top, together less
+# than the rest to a tenth. Smaller chunks would read the head more often.
+LOGIT_SHARE = 1 / 18
 LOGIT_BYTES = 4
 FREE_BYTES = 1 << 20  # a budget that no share makes smaller
 

@@ -14,6 +14,8 @@ from dflash2_train.losses.pass_torch import TorchPass
 from dflash2_train.losses.shaping import Shaping
 from dflash2_train.losses.sweep import LogitPass, RowResults, Rows, SweepSettings, Workspace, sweep, sweep_budget
 
+_SCALED_ROWS = 128  # whose fp32 product a CPU holds at once
+
 
 class UnaryLoss(NamedTuple):
     """What one sweep over the logits yields. Only ``loss`` carries a gradient; ``softmax(z)`` is q."""
@@ -59,7 +61,7 @@ def unary_loss(
         kl_weight: factor of the KL (beta).
         kl_kind: see the formulas of ``losses``.
         top_k: C, candidates a row.
-        chunk_bytes: memory of the sweep, bytes. It takes less where a twelfth of fp32 logits [N, V] is less, and
+        chunk_bytes: memory of the sweep, bytes. It takes less where an eighteenth of fp32 logits [N, V] is less, and
             never less than one row.
         output_multiplier: factor of the raw logits, positive.
         final_logit_softcapping: c of ``c * tanh(z / c)``, or None.
@@ -184,6 +186,10 @@ class _AttachGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        # Promoted first: a product in 16 bits would round the factor as well.
-        scaled = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) * grad_output[:, None]
-        return scaled.to(gradient.dtype), None, None
+        scaled = torch.empty_like(gradient)
+        step = len(gradient) if gradient.device.type != "cpu" else _SCALED_ROWS
+        for start in range(0, len(gradient), max(1, step)):
+            piece = slice(start, start + step)
+            # Promoted by the factor: a product in 16 bits would round the factor as well.
+            scaled[piece] = gradient[piece] * grad_output[piece, None]
+        return scaled, None, None

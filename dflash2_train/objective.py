@@ -144,6 +144,7 @@ class Objective(nn.Module):
             shape.selector_top_k,
             chunk_bytes=loss.chunk_mib * 2**20,
             shaping=Shaping(multiplier=shape.output_multiplier, cap=shape.final_logit_softcapping),
+            workspace=self.workspace,
         )
         return block_paths(self.drafter.candidate_selector, blocks, slots.hidden, logits, ids)
 

@@ -36,7 +36,7 @@ class LossConfig:
     served_anchor_share: float = 0.0  # share of the anchors moved to where a server would start a block
     served_anchor_hops: int = 2  # rounds of drafting that such an anchor is moved by; each is a forward pass
     implementation: str = "auto"  # of the unary loss: auto (triton on CUDA, torch elsewhere) | torch | triton
-    chunk_mib: int = 256  # memory of the chunked loss, MiB; an eighteenth of fp32 logits where that is less
+    chunk_mib: int = 256  # memory of the chunked loss, MiB; less where a tenth of fp32 logits is less
 
     def check(self) -> None:
         for key, allowed in (

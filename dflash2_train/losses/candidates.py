@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dflash2_train.losses.shaping import Shaping
+from dflash2_train.losses.sweep import Workspace, sweep_budget
 
 GROUP = 64  # logits that share one maximum in the search for the largest
 _GATHERED_ELEMENTS = 1 << 22  # head elements that candidate_logits gathers at once
@@ -45,7 +46,13 @@ def _topk(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def unary_candidates(
-    hidden: Tensor, head_weight: Tensor, top_k: int, *, chunk_bytes: int, shaping: Shaping
+    hidden: Tensor,
+    head_weight: Tensor,
+    top_k: int,
+    *,
+    chunk_bytes: int,
+    shaping: Shaping,
+    workspace: Workspace | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The ``top_k`` largest logits of each row without a loss: values [N, C] fp32 and ids [N, C], descending.
 
@@ -53,14 +60,16 @@ def unary_candidates(
         hidden: [N, H].
         head_weight: [V, H], same dtype.
         top_k: C.
-        chunk_bytes: bytes of logits alive at once; at least one row.
+        chunk_bytes: memory, as in :func:`unary_loss`.
         shaping: what the model does to raw logits.
+        workspace: as in :func:`unary_loss`.
     """
     check_head(hidden, head_weight)
-    chunk = max(1, chunk_bytes // (head_weight.shape[0] * head_weight.element_size()))
+    vocab = head_weight.shape[0]
+    chunk = max(1, sweep_budget(hidden, head_weight, chunk_bytes) // (vocab * head_weight.element_size()))
     values = torch.empty((len(hidden), top_k), dtype=hidden.dtype, device=hidden.device)
     ids = torch.empty((len(hidden), top_k), dtype=torch.int64, device=hidden.device)
-    raw = torch.empty((min(chunk, len(hidden)), head_weight.shape[0]), dtype=hidden.dtype, device=hidden.device)
+    raw = (workspace or Workspace()).take("raw", (min(chunk, len(hidden)), vocab), head_weight)
     for start in range(0, len(hidden), chunk):
         piece = slice(start, min(start + chunk, len(hidden)))
         logits = torch.mm(hidden[piece], head_weight.t(), out=raw[: piece.stop - start])

@@ -6,7 +6,7 @@ that fuses them with the softmax has to make the first one twice); passes differ
 ``pass_triton``.
 
 Memory: the raw product in the parameters' dtype, [M, V], twice for ``full_vocabulary``, and what the pass needs. M is
-chosen so that all of it stays within ``chunk_bytes`` and within an eighteenth of fp32 logits [N, V] (or 1 MiB).
+chosen so that it stays within ``chunk_bytes``, and that all the loss holds stays within a tenth of fp32 logits [N, V].
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from torch import Tensor
 
 from dflash2_train.losses.shaping import Shaping
 
-# Of the bytes of fp32 logits [N, V]. Gradient, its scaled copy and the products' scratch come on top, together less
-# than the rest to a tenth. Smaller chunks would read the head more often.
-LOGIT_SHARE = 1 / 18
+LOGIT_SHARE = 1 / 10  # of the bytes of fp32 logits [N, V]; smaller chunks would read the head more often
+SCRATCH_BYTES = {2: 4 << 20, 4: 1 << 20, 8: 1 << 20}  # by bytes of a parameter: what products take beside their result
 LOGIT_BYTES = 4
-FREE_BYTES = 1 << 20  # a budget that no share makes smaller
+FREE_BYTES = 1 << 20  # what the sweep may always take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +107,13 @@ class LogitPass(Protocol):
         """
 
 
-def sweep_budget(count: int, vocab: int, chunk_bytes: int) -> int:
-    """Bytes that a sweep over ``count`` rows may hold: the caller's limit, or the share of all logits if less."""
-    return min(chunk_bytes, max(FREE_BYTES, int(LOGIT_SHARE * LOGIT_BYTES * count * vocab)))
+def sweep_budget(hidden: Tensor, head_weight: Tensor, chunk_bytes: int) -> int:
+    """Bytes that a sweep over the states [N, H] may hold: the caller's limit, or what else is left of a tenth of fp32
+    logits beside the gradient, its weighted copy and the scratch of the products.
+    """
+    itemsize = hidden.element_size()
+    share = int(LOGIT_SHARE * LOGIT_BYTES * len(hidden) * len(head_weight))
+    return min(chunk_bytes, max(FREE_BYTES, share - 2 * hidden.numel() * itemsize - SCRATCH_BYTES[itemsize]))
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from torch import Tensor
 from dflash2_train.losses.shaping import Shaping
 
 LOGIT_SHARE = 1 / 10  # of the bytes of fp32 logits [N, V]; smaller chunks would read the head more often
-SCRATCH_BYTES = {2: 4 << 20, 4: 1 << 20, 8: 1 << 20}  # by bytes of a parameter: what products take beside their result
+SCRATCH_BYTES = {2: 6 << 20, 4: 1 << 20, 8: 1 << 20}  # by bytes of a parameter: what products take beside their result
 LOGIT_BYTES = 4
 FREE_BYTES = 1 << 20  # what the sweep may always take
 

@@ -1,12 +1,14 @@
 """One module from a packed batch to a loss: blocks, masks, drafter, losses. This is what the engine wraps.
 
-    loss = scale * (sum_n w_n (ce * CE_n + beta * KL_n) + ramp * alpha * sum_n w_n SEL_n) / D
+    loss = scale * (sum_n w_n (ce * CE_n + beta * KL_n) + ramp * alpha / c * sum_n w_n SEL_n) / D
 
-n runs over the supervised slots of this micro-batch, w is the position weight, and D the sum of w over the
-whole global window (all ranks, all micro-batches), known before the forward because it hangs on masks alone.
-``scale`` undoes the engine's division by world size and accumulation, so one global window gives one update, however it
-is spread. The frozen embedding and head are held outside the module tree: the engine neither shards, casts nor
-saves them.
+n runs over the supervised slots of this micro-batch, w is the weight of a slot, and D the normaliser of the whole
+global window (all ranks, all micro-batches): the sum of w, or the number of slots under D-PACE. It is known before the
+forward because it hangs on masks alone. c is 1, or with ``selector_denominator: hits`` the share of w on slots whose
+candidates held the data token, measured over the window before: as the unary head learns to find it, the selector's
+scale stays. ``scale`` undoes the engine's division by world size and accumulation, so one global window gives one
+update, however it is spread. The frozen embedding and head are held outside the module tree: the engine neither
+shards, casts nor saves them.
 
 Letters: B rows, S context tokens, A blocks a row, W block size, K = W - 1, N supervised slots, H hidden, C candidates.
 """
@@ -22,19 +24,31 @@ from dflash2_train.blocks import BlockBatch
 from dflash2_train.config import LossConfig
 from dflash2_train.data import PackedBatch
 from dflash2_train.losses import (
+    Moment,
     UnaryLoss,
+    Workspace,
     candidate_logits,
+    dpace_weights,
+    gamma_at,
     inject_gold,
+    injects_at,
     position_weights,
+    sampled_share_at,
     selector_loss,
+    unary_candidates,
     unary_loss,
 )
+from dflash2_train.losses.shaping import Shaping
 from dflash2_train.masks import context_masks
 from dflash2_train.metrics import MetricSums, prefix_acceptance
 from dflash2_train.model.drafter import Drafter
+from dflash2_train.paths import block_paths, walk_paths
+from dflash2_train.predecessors import partly_sampled
 from dflash2_train.target import FrozenHead
 
-WALKED_BLOCKS = 256  # blocks a micro-batch on which the served path is walked for the record; bounds its memory
+WALKED_BLOCKS = 256  # blocks a micro-batch on which the served path is walked for the record; bounds its time
+MOMENT = Moment()  # the start of a run of one step
+MIN_SELECTOR_SHARE = 0.05  # of the window that may set the selector's scale; early ones hold hardly a hit
 
 
 class StepOutput(NamedTuple):
@@ -49,8 +63,15 @@ class _Slots(NamedTuple):
 
     hidden: Tensor  # [N, H]
     target_ids: Tensor  # [N]
-    predecessor_ids: Tensor  # [N]
-    weights: Tensor  # [N] fp32
+    predecessor_ids: Tensor  # [N] as in the text
+
+
+class _Selected(NamedTuple):
+    """What the selector was trained on."""
+
+    loss_sum: Tensor  # [] sum of w SEL over the rows that count
+    weights: Tensor  # [N] w
+    counted: Tensor  # [N] bool
 
 
 class Objective(nn.Module):
@@ -66,16 +87,31 @@ class Objective(nn.Module):
         super().__init__()
         self.drafter = drafter
         self.loss = loss
+        self.workspace = Workspace()
         self.frozen: FrozenHead
         self.__dict__["frozen"] = frozen  # past nn.Module's registration, on purpose
 
-    def window_weight(self, blocks: BlockBatch) -> Tensor:
-        """Sum of position weights over the supervised slots of one micro-batch, scalar fp32."""
-        weights = position_weights(blocks.supervised.shape[-1], self.loss.gamma, blocks.supervised.device)
-        return (blocks.supervised.to(torch.float32) * weights).sum()
+    def window_weight(self, blocks: BlockBatch, moment: Moment = MOMENT) -> Tensor:
+        """This micro-batch's part of the normaliser D, scalar fp32.
+
+        The sum of the decay weights of its supervised slots, or their number under D-PACE, whose weights are only
+        known after the forward.
+        """
+        supervised = blocks.supervised.to(torch.float32)
+        if self.loss.position_weights == "dpace":
+            return supervised.sum()
+        return (supervised * self._decay(blocks, moment)).sum()
 
     def forward(
-        self, batch: PackedBatch, blocks: BlockBatch, *, denominator: Tensor, scale: float, selector_ramp: float
+        self,
+        batch: PackedBatch,
+        blocks: BlockBatch,
+        *,
+        denominator: Tensor,
+        scale: float,
+        selector_ramp: float,
+        moment: Moment = MOMENT,
+        selector_share: float = 1.0,
     ) -> StepOutput:
         """Loss and sums of one micro-batch.
 
@@ -85,14 +121,32 @@ class Objective(nn.Module):
             denominator: D, scalar fp32.
             scale: world size times accumulation.
             selector_ramp: factor 0..1 on the selector's weight.
+            moment: where the run stands, for options that change over it and for draws.
+            selector_share: c of the formula, of which small ones are raised to ``MIN_SELECTOR_SHARE``.
         """
         slots = self._slots(batch, blocks)
         unary = self._unary(slots, blocks)
-        scores, offered = self._selector_scores(slots, unary)
-        selector_sum, _ = selector_loss(scores, offered, slots.target_ids, slots.weights, self.loss.missing_candidate)
-        total = unary.loss_sum + selector_ramp * self.loss.selector_weight * selector_sum
-        sums = self._sums(blocks, slots, unary, selector_sum)
+        weights = self._weights(blocks, unary, moment)
+        selected = self._selector(batch, blocks, slots, unary, weights, moment)
+        unary_sum = (weights * unary.loss).sum()
+        selector_weight = self.loss.selector_weight / max(selector_share, MIN_SELECTOR_SHARE)
+        total = unary_sum + selector_ramp * selector_weight * selected.loss_sum
+        sums = self._sums(blocks, slots, unary, selected, self.window_weight(blocks, moment))
         return StepOutput(loss=total * (scale / denominator), sums=sums)
+
+    @torch.no_grad()
+    def drafted_path(self, batch: PackedBatch, blocks: BlockBatch) -> Tensor:
+        """The ids [B, A, K] that a server would draft in these blocks, greedily; meaningful where supervised."""
+        slots, loss, shape = self._slots(batch, blocks), self.loss, self.drafter.shape
+        logits, ids = unary_candidates(
+            slots.hidden,
+            self.frozen.head,
+            shape.selector_top_k,
+            chunk_bytes=loss.chunk_mib * 2**20,
+            shaping=Shaping(multiplier=shape.output_multiplier, cap=shape.final_logit_softcapping),
+            workspace=self.workspace,
+        )
+        return block_paths(self.drafter.candidate_selector, blocks, slots.hidden, logits, ids)
 
     def _slots(self, batch: PackedBatch, blocks: BlockBatch) -> _Slots:
         shape, supervised = self.drafter.shape, blocks.supervised  # [B, A, K]
@@ -109,12 +163,10 @@ class Objective(nn.Module):
             block_size=blocks.block_ids.shape[-1],
         )
         hidden = self.drafter(embedded, context, blocks.block_position_ids, batch.position_ids, visible)
-        weights = position_weights(supervised.shape[-1], self.loss.gamma, hidden.device)  # [K]
         return _Slots(
             hidden=hidden[:, :, 1:][supervised],  # [B, A, W, H] without the anchor's slot -> [N, H]
             target_ids=blocks.target_ids[supervised],
             predecessor_ids=blocks.predecessor_ids[supervised],
-            weights=weights.expand_as(supervised)[supervised],
         )
 
     def _unary(self, slots: _Slots, blocks: BlockBatch) -> UnaryLoss:
@@ -123,7 +175,6 @@ class Objective(nn.Module):
             slots.hidden,
             self.frozen.head,
             slots.target_ids,
-            slots.weights,
             blocks.teacher_ids[blocks.supervised],
             blocks.teacher_logprobs[blocks.supervised],
             ce_weight=loss.ce_weight,
@@ -133,39 +184,71 @@ class Objective(nn.Module):
             chunk_bytes=loss.chunk_mib * 2**20,
             output_multiplier=shape.output_multiplier,
             final_logit_softcapping=shape.final_logit_softcapping,
+            implementation=loss.implementation,
+            workspace=self.workspace,
         )
 
-    def _candidate_logits(self, hidden: Tensor, candidate_ids: Tensor) -> Tensor:
-        shape = self.drafter.shape
-        return candidate_logits(
-            hidden,
+    def _decay(self, blocks: BlockBatch, moment: Moment) -> Tensor:
+        return position_weights(blocks.supervised.shape[-1], gamma_at(self.loss, moment), blocks.supervised.device)
+
+    def _weights(self, blocks: BlockBatch, unary: UnaryLoss, moment: Moment) -> Tensor:
+        """The weight of every supervised slot, [N] fp32, a constant to autograd."""
+        supervised = blocks.supervised
+        if self.loss.position_weights == "dpace":
+            return dpace_weights(-unary.ce, supervised, self.loss.dpace_alpha)
+        return self._decay(blocks, moment).expand(supervised.shape)[supervised]
+
+    def _selector(
+        self,
+        batch: PackedBatch,
+        blocks: BlockBatch,
+        slots: _Slots,
+        unary: UnaryLoss,
+        weights: Tensor,
+        moment: Moment,
+    ) -> _Selected:
+        """The selector's loss on the candidates that it is offered now, after the predecessors that it sees now."""
+        shape, injected = self.drafter.shape, injects_at(self.loss, moment)
+        offered = inject_gold(unary.candidate_ids, slots.target_ids) if injected else unary.candidate_ids
+        logits = candidate_logits(
+            slots.hidden,
             self.frozen.head,
-            candidate_ids,
+            offered,
             output_multiplier=shape.output_multiplier,
             final_logit_softcapping=shape.final_logit_softcapping,
         )
-
-    def _selector_scores(self, slots: _Slots, unary: UnaryLoss) -> tuple[Tensor, Tensor]:
-        """Teacher-forced scores [N, C] and the candidates [N, C] they belong to."""
-        offered = unary.candidate_ids
-        if self.loss.missing_candidate == "inject":
-            offered = inject_gold(offered, slots.target_ids)
-        logits = self._candidate_logits(slots.hidden, offered)
         if self.loss.detach_unary:
             logits = logits.detach()
-        scores = self.drafter.candidate_selector.scores(slots.hidden, logits, offered, slots.predecessor_ids)
-        return scores, offered
+        predecessors = slots.predecessor_ids
+        share = sampled_share_at(self.loss, moment)
+        if share > 0:
+            predecessors = partly_sampled(
+                self.drafter.candidate_selector,
+                blocks,
+                slots.hidden,
+                unary,
+                share=share,
+                moment=moment,
+                sample_ids=batch.sample_ids,
+            )
+        scores = self.drafter.candidate_selector.scores(slots.hidden, logits, offered, predecessors)
+        loss_sum, counted = selector_loss(scores, offered, slots.target_ids, weights, injected=injected)
+        return _Selected(loss_sum, weights, counted)
 
     @torch.no_grad()
-    def _sums(self, blocks: BlockBatch, slots: _Slots, unary: UnaryLoss, selector_sum: Tensor) -> MetricSums:
+    def _sums(
+        self, blocks: BlockBatch, slots: _Slots, unary: UnaryLoss, selected: _Selected, normaliser: Tensor
+    ) -> MetricSums:
         """Additive pairs; candidates as served throughout, so that an injected gold flatters nothing."""
-        weight, count = slots.weights.sum(), float(len(slots.target_ids))
+        weights, count = selected.weights, float(len(slots.target_ids))
+        weight, unary_sum = weights.sum(), (weights * unary.loss).sum()
         inside = (unary.candidate_ids == slots.target_ids[:, None]).any(-1)  # [N]
         sums = MetricSums()
-        sums.add("loss", unary.loss_sum + self.loss.selector_weight * selector_sum, weight)
-        sums.add("ce", unary.ce_sum, weight)
-        sums.add("kl", unary.kl_sum, weight)
-        sums.add("selector", selector_sum, weight)
+        sums.add("loss", unary_sum + self.loss.selector_weight * selected.loss_sum, normaliser)
+        sums.add("ce", (weights * unary.ce).sum(), weight)
+        sums.add("kl", (weights * unary.kl).sum(), weight)
+        sums.add("selector", selected.loss_sum, weight)
+        sums.add("selector_share", (weights * selected.counted).sum(), weight, rate=True)
         sums.add("recall", inside.sum(), count, rate=True)
         sums.add("top1", unary.top1_correct.sum(), count, rate=True)
         sums.add("overlap", unary.sum_min_pq.sum(), count)  # lower bound of sum min(p, q), the acceptance at T = 1
@@ -182,18 +265,19 @@ class Objective(nn.Module):
             sums.add("unary_path", 0.0, 0.0)
             return
         mask = supervised[chosen]  # [n, K]
-        # Supervision is a prefix of its block and the flat slots are ordered by block, so the slots of the first n
-        # supervised blocks are the first ones.
-        count = int(mask.sum())
-        rows, candidates = slots.hidden[:count], unary.candidate_ids[:count]
+        count = int(mask.sum())  # flat slots are ordered by block: those of the first n supervised blocks come first
         targets = blocks.target_ids.flatten(0, 1)[chosen]  # [n, K]
-        hidden = rows.new_zeros(*mask.shape, rows.shape[-1])  # [n, K, H]
-        ids = candidates.new_zeros(*mask.shape, candidates.shape[-1])  # [n, K, C]
-        logits = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
-        hidden[mask], ids[mask] = rows, candidates
-        logits[mask] = self._candidate_logits(rows, candidates)
-        anchors = blocks.block_ids.flatten(0, 1)[chosen, 0]  # [n]
-        path, _ = self.drafter.candidate_selector.walk(hidden, logits, ids, anchors)
-        for name, proposed in (("selector_path", path), ("unary_path", ids[..., 0])):
+        ids = unary.candidate_ids[:count]
+        path = walk_paths(
+            self.drafter.candidate_selector,
+            slots.hidden[:count],
+            unary.candidate_logits[:count],
+            ids,
+            mask,
+            blocks.block_ids.flatten(0, 1)[chosen, 0],
+        )
+        best = torch.zeros_like(path)
+        best[mask] = ids[:, 0]
+        for name, proposed in (("selector_path", path), ("unary_path", best)):
             accepted = prefix_acceptance(proposed, targets, mask)
             sums.add(name, accepted.accepted_sum, accepted.num_blocks)

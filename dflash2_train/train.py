@@ -68,6 +68,7 @@ class Progress:
     attempt: int = 1
     run_id: str = ""
     bad_in_a_row: int = 0
+    selector_share: float = 1.0  # of the last window, for loss.selector_denominator=hits; 1 for the other setting
 
 
 def fingerprint(config: RunConfig, cache_fingerprint: str, world_size: int) -> dict[str, Any]:
@@ -262,13 +263,17 @@ class TrainingRun:
         import torch
 
         from dflash2_train.blocks import build_blocks
+        from dflash2_train.losses import Moment
         from dflash2_train.metrics import MetricSums
+        from dflash2_train.served_anchors import move_anchors
 
         engine, progress, shape = self.engine, self.progress, self.objective.drafter.shape
+        moment = Moment(step=progress.step, steps=self.config.train.steps, seed=self.config.train.seed)
         batches = [batch.to(engine.device, self.dtype) for batch in self.loader.window(progress.rows_consumed)]
         block_size = window_block_size(self.config, progress.step)
+        batches = [move_anchors(self.objective, batch, block_size=block_size, moment=moment) for batch in batches]
         blocks = [build_blocks(batch, block_size=block_size, mask_token_id=shape.mask_token_id) for batch in batches]
-        denominator = torch.stack([self.objective.window_weight(block) for block in blocks]).sum()
+        denominator = torch.stack([self.objective.window_weight(block, moment) for block in blocks]).sum()
         denominator = engine.all_reduce_sum(denominator)
         ramp_steps = self.config.loss.selector_ramp * self.config.train.steps
         ramp = min(1.0, (progress.step + 1) / ramp_steps) if ramp_steps > 0 else 1.0
@@ -276,7 +281,13 @@ class TrainingRun:
         applied = True
         for batch, block in zip(batches, blocks, strict=True):
             output = engine.forward(
-                batch, block, denominator=denominator, scale=float(engine.loss_scale), selector_ramp=ramp
+                batch,
+                block,
+                denominator=denominator,
+                scale=float(engine.loss_scale),
+                selector_ramp=ramp,
+                moment=moment,
+                selector_share=progress.selector_share,
             )
             engine.backward(output.loss)
             applied = engine.step()
@@ -287,6 +298,9 @@ class TrainingRun:
             self.note_bad_window(batches)
             return MetricSums()
         progress.bad_in_a_row = 0
+        if self.config.loss.selector_denominator == "hits":
+            shares = sums.reduced(engine.all_reduce_sum).rates()
+            progress.selector_share = shares.get("selector_share", progress.selector_share)
         return sums
 
     def note_bad_window(self, batches: list[Any]) -> None:
@@ -335,16 +349,17 @@ class TrainingRun:
 
 
 def window_block_size(config: RunConfig, step: int) -> int:
-    """Block size of one window: the drafter's own, or the short one for a share of the windows.
+    """Block size of one window: the drafter's own, or a shorter one for a share of the windows.
 
     A short block costs less and spends it where a young drafter can gain, on the first slots; the whole blocks among
-    them keep the later slots trained. Drawn from (seed, window), so that ranks agree and a resume repeats it.
+    them keep the later slots trained. Random sizes make one drafter good at every number of drafted tokens. Drawn from
+    (seed, window), so that ranks agree and a resume repeats it.
     """
-    short = config.train.short_block_size
-    if short is None:
-        return config.drafter.block_size
-    draw = random.Random(f"block/{config.train.seed}/{step}").random()  # noqa: S311 - a schedule, not a secret
-    return short if draw < config.train.short_block_share else config.drafter.block_size
+    train, whole = config.train, config.drafter.block_size
+    generator = random.Random(f"block/{train.seed}/{step}")  # noqa: S311 - a schedule, not a secret
+    if train.short_block_size is None or generator.random() >= train.short_block_share:
+        return whole
+    return generator.randint(train.short_block_size, whole - 1) if train.short_block_random else train.short_block_size
 
 
 def facts(values: dict[str, float]) -> str:

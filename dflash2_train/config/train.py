@@ -28,6 +28,7 @@ class TrainConfig:
     anchors_per_document: int = 512  # at most; drawn from (seed, epoch, sample id)
     short_block_size: int | None = None  # block size of the windows that train short blocks; None = all are whole
     short_block_share: float = 0.0  # share of windows with short blocks, drawn from (seed, window)
+    short_block_random: bool = False  # their sizes are drawn between short_block_size and drafter.block_size - 1
     lr: float = 6e-4
     schedule: str = "cosine"  # cosine | linear | wsd (stable, then down over the last `decay`)
     decay: float = 0.2  # share of the steps at the end over which wsd falls
@@ -123,6 +124,13 @@ class TrainConfig:
             self.short_block_share,
             "is a share below 1 and needs train.short_block_size",
             "Use 0, or set both.",
+        )
+        require(
+            short is not None or not self.short_block_random,
+            "train.short_block_random",
+            self.short_block_random,
+            "needs train.short_block_size, the shortest of the random sizes",
+            "Set both.",
         )
         require(
             self.init_recent_gain >= 0, "train.init_recent_gain", self.init_recent_gain, "must be at least 0", "Use 0."

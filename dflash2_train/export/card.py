@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash2_train.config import PromptSourceConfig, RunConfig
+from dflash2_train.config import LossConfig, PromptSourceConfig, RunConfig
 
 if TYPE_CHECKING:
     from dflash2_train.target import TargetInfo
@@ -95,6 +95,13 @@ def _serving(config: RunConfig, published: dict[str, Any]) -> list[str]:
     ]
 
 
+def _slot_weights(loss: LossConfig) -> str:
+    if loss.position_weights == "dpace":
+        return f"D-PACE slot weights with alpha {loss.dpace_alpha:g}"
+    end = "" if loss.gamma_end is None else f" to {loss.gamma_end:g}"
+    return f"position decay gamma {loss.gamma:g}{end}"
+
+
 def _recipe(config: RunConfig) -> list[str]:
     train, loss, sampling = config.train, config.loss, config.data.sampling
     return [
@@ -103,7 +110,7 @@ def _recipe(config: RunConfig) -> list[str]:
         f"- data: prompts answered by the target itself (temperature {sampling.temperature}, top-p {sampling.top_p}, "
         f"at most {sampling.max_tokens} tokens); sources and licences in `PROVENANCE.txt`",
         f"- loss: {loss.ce_weight:g} x cross entropy + {loss.kl_weight:g} x top-{config.data.teacher_top_k} KL "
-        f"({loss.kl_kind}), position decay gamma {loss.gamma:g}, selector weight {loss.selector_weight:g}",
+        f"({loss.kl_kind}), {_slot_weights(loss)}, selector weight {loss.selector_weight:g}",
         f"- {train.steps} steps, learning rate {train.lr:g} to {train.lr * train.final_lr_ratio:g}, {train.dtype}",
         "",
         "What is needed to repeat it stands in `run.json`: configuration, code state, package versions, file hashes.",

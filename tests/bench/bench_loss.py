@@ -1,8 +1,9 @@
 """Time and memory of the chunked unary loss beside plain autograd over full logits.
 
-``python -m tests.bench.bench_loss [--rows N] [--vocab V] [--hidden H] [--chunk-mib 16,48,256] [--threads 2]``
+``python -m tests.bench.bench_loss [--rows N] [--vocab V] [--hidden H] [--chunk-mib 8,256] [--threads 2]
+[--dtype float32] [--device cuda]``
 
-Both variants get the same bf16 inputs; the plain one does what the fused one does (CE, tail-bucket KL, top-16
+Both variants get the same inputs; the plain one does what the fused one does (CE, tail-bucket KL, top-16
 candidates, gradient of the hidden states). Every variant runs in a process of its own, so that the peak is its own:
 the growth of the process's largest resident size over the inputs, from Linux's /proc (CUDA: of the allocator's peak).
 ``CPU ms`` is the processor time of all threads, the figure to compare on a machine that others use as well.
@@ -16,7 +17,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from dflash2_train.losses import MIN_TAIL, unary_loss
+from dflash2_train.losses import MIN_TAIL, Workspace, unary_loss
 
 TEACHER_TOP_K = 20
 CANDIDATES = 16
@@ -41,14 +42,16 @@ class Case:
     threads: int
     chunk_mib: int | None
     device: str
+    dtype: str
+    implementation: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """The inputs of both variants."""
 
-    hidden: Tensor  # [N, H] bf16
-    head: Tensor  # [V, H] bf16
+    hidden: Tensor  # [N, H]
+    head: Tensor  # [V, H]
     target_ids: Tensor  # [N]
     weights: Tensor  # [N]
     teacher_ids: Tensor  # [N, T]
@@ -59,12 +62,13 @@ def make_inputs(case: Case) -> Inputs:
     """Random inputs of a trained model's scale: logits of standard deviation 2, teacher mass 0.95 on its top-20."""
     torch.manual_seed(0)
     device = torch.device(case.device)
+    dtype = torch.bfloat16 if case.dtype == "bfloat16" else torch.float32
     scale = 2.0 / case.hidden**0.5
     first = torch.randint(0, case.vocab - TEACHER_TOP_K, (case.rows, 1), device=device)
     logprobs = torch.randn(case.rows, TEACHER_TOP_K, device=device).mul(2).log_softmax(-1) + torch.tensor(0.95).log()
     return Inputs(
-        hidden=torch.randn(case.rows, case.hidden, device=device).bfloat16().requires_grad_(),
-        head=(torch.randn(case.vocab, case.hidden, device=device) * scale).bfloat16(),
+        hidden=torch.randn(case.rows, case.hidden, device=device).to(dtype).requires_grad_(),
+        head=(torch.randn(case.vocab, case.hidden, device=device) * scale).to(dtype),
         target_ids=torch.randint(0, case.vocab, (case.rows,), device=device),
         weights=torch.ones(case.rows, device=device),
         teacher_ids=first + torch.arange(TEACHER_TOP_K, device=device),
@@ -72,13 +76,12 @@ def make_inputs(case: Case) -> Inputs:
     )
 
 
-def fused(inputs: Inputs, chunk_mib: int) -> Tensor:
+def fused(inputs: Inputs, case: Case, chunk_mib: int, workspace: Workspace) -> Tensor:
     """The loss as trained with."""
     result = unary_loss(
         inputs.hidden,
         inputs.head,
         inputs.target_ids,
-        inputs.weights,
         inputs.teacher_ids,
         inputs.teacher_logprobs,
         ce_weight=1.0,
@@ -86,8 +89,10 @@ def fused(inputs: Inputs, chunk_mib: int) -> Tensor:
         kl_kind="tail_bucket",
         top_k=CANDIDATES,
         chunk_bytes=chunk_mib << 20,
+        implementation=case.implementation,
+        workspace=workspace,
     )
-    return result.loss_sum
+    return (inputs.weights * result.loss).sum()
 
 
 def plain(inputs: Inputs) -> Tensor:
@@ -125,8 +130,12 @@ def measure(case: Case) -> dict[str, float]:
     torch.set_num_threads(case.threads)
     inputs = make_inputs(case)
     chunk_mib = case.chunk_mib
-    loss_of: Callable[[Inputs], Tensor] = plain if chunk_mib is None else lambda given: fused(given, chunk_mib)
-    torch.mm(inputs.hidden.detach()[:2], inputs.head.T)  # libraries load before the baseline is taken
+    workspace = Workspace()
+    loss_of: Callable[[Inputs], Tensor] = plain
+    if chunk_mib is not None:
+        loss_of = lambda given: fused(given, case, chunk_mib, workspace)  # noqa: E731
+    small = make_inputs(replace(case, rows=4, vocab=4096, hidden=64))
+    torch.autograd.backward(loss_of(small))  # libraries load before the baseline is taken
     before = start_peak(case.device)
     seconds, cpu_seconds, loss = [], [], torch.zeros(())
     for _ in range(TIMED_RUNS):
@@ -156,23 +165,26 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=49_152)
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--chunk-mib", default="16,48,96,256")
+    parser.add_argument("--chunk-mib", default="8,256")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--implementation", default="auto", choices=["auto", "torch", "triton"])
     options = parser.parse_args()
-    shape = {key: getattr(options, key) for key in ("rows", "vocab", "hidden", "threads", "device")}
+    shape = {key: getattr(options, key) for key in ("rows", "vocab", "hidden", "threads", "device", "dtype")}
     variants: list[int | None] = [None, *(int(size) for size in options.chunk_mib.split(","))]
-    columns = ("variant", "ms a 256 rows", "best", "CPU ms", "peak MiB", "loss", "gradient norm")
+    columns = ("variant", "ms", "best", "CPU ms", "peak MiB", "of fp32 logits", "loss", "gradient norm")
+    logits_mib = options.rows * options.vocab * 4 / 2**20
     table = Table(*columns, title=f"unary loss, forward and backward: {json.dumps(shape)}")
     for chunk_mib in variants:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            found = pool.apply(measure, (Case(**shape, chunk_mib=chunk_mib),))
-        per_piece = 256e3 / options.rows
+            found = pool.apply(measure, (Case(**shape, chunk_mib=chunk_mib, implementation=options.implementation),))
         table.add_row(
-            "full logits" if chunk_mib is None else f"{chunk_mib} MiB chunks",
-            f"{found['seconds'] * per_piece:.0f}",
-            f"{found['best_seconds'] * per_piece:.0f}",
-            f"{found['cpu_seconds'] * per_piece:.0f}",
+            "full logits" if chunk_mib is None else f"sweep, at most {chunk_mib} MiB",
+            f"{found['seconds'] * 1e3:.0f}",
+            f"{found['best_seconds'] * 1e3:.0f}",
+            f"{found['cpu_seconds'] * 1e3:.0f}",
             f"{found['peak_mib']:.0f}",
+            f"{found['peak_mib'] / logits_mib:.3f}",
             f"{found['loss']:.3f}",
             f"{found['gradient_norm']:.4f}",
         )

@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from data_gen.cache.format import CapturedSample
-from dflash2_train.blocks import BlockBatch, build_blocks
+from dflash2_train.blocks import BlockBatch
 from dflash2_train.config import RunConfig
-from dflash2_train.data import PackedBatch, collate
 from dflash2_train.objective import Objective, StepOutput
-from dflash2_train.target import FrozenHead
-from tests.cases import make_drafter, tiny_run_config
-from tests.tiny_target import captured, save_tiny_llama
-
-LENGTHS = (17, 9, 13)
+from tests.objective_case import batch_of, make_objective
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Objective, list[CapturedSample]]:
-    root: Path = tmp_path_factory.mktemp("objective")
-    config = tiny_run_config(root)
-    config.data.teacher_top_k = 8
-    model = save_tiny_llama(root / "target", config)
-    generator = torch.Generator().manual_seed(3)
-    samples = [
-        captured(model, config, f"s{n}", torch.randint(3, 90, (length,), generator=generator).tolist(), prompt=3)
-        for n, length in enumerate(LENGTHS)
-    ]
-    embedding = model.get_input_embeddings().weight.detach()
-    objective = Objective(make_drafter(config), FrozenHead(embedding, embedding), config.loss)
-    return config, objective, samples
-
-
-def batch_of(rows: list[list[CapturedSample]]) -> tuple[PackedBatch, BlockBatch]:
-    batch = collate(rows, anchors_per_document=5, seed=0, epochs=[0] * len(rows)).to(torch.device("cpu"), torch.float32)
-    return batch, build_blocks(batch, block_size=4, mask_token_id=95)
+    return make_objective(tmp_path_factory.mktemp("objective"))
 
 
 def run(objective: Objective, rows: list[list[CapturedSample]], denominator: torch.Tensor) -> StepOutput:

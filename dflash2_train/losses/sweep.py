@@ -1,0 +1,153 @@
+"""One sweep over the rows: a chunk of logits in, its results and its hidden gradient out, the memory used again.
+
+A chunk is one product with the head, a *pass* over the logits that leaves their gradient in the same place, and one
+product back. The two products are left to the vendor's library (they are nearly all of the arithmetic, and a kernel
+that fuses them with the softmax has to make the first one twice); passes differ by device, see ``pass_torch`` and
+``pass_triton``.
+
+Memory: the raw product in the parameters' dtype, [M, V], twice for ``full_vocabulary``, and what the pass needs. M is
+chosen so that it stays within ``chunk_bytes``, and that all the loss holds stays within a tenth of fp32 logits [N, V].
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dflash2_train.losses.shaping import Shaping
+
+LOGIT_SHARE = 1 / 10  # of the bytes of fp32 logits [N, V]; smaller chunks would read the head more often
+SCRATCH_BYTES = {2: 6 << 20, 4: 1 << 20, 8: 1 << 20}  # by bytes of a parameter: what products take beside their result
+LOGIT_BYTES = 4
+FREE_BYTES = 1 << 20  # what the sweep may always take
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSettings:
+    """What is computed of each row."""
+
+    ce_weight: float
+    kl_weight: float
+    kl_kind: str
+    top_k: int
+    shaping: Shaping
+
+
+class Rows(NamedTuple):
+    """The rows of a batch, or a chunk of them."""
+
+    hidden: Tensor  # [M, H]
+    target_ids: Tensor  # [M]
+    teacher_ids: Tensor  # [M, T]
+    teacher_logprobs: Tensor  # [M, T] fp32
+    teacher_hidden: Tensor | None  # [M, H]; only for full_vocabulary
+
+    def piece(self, span: slice) -> Rows:
+        """Some of the rows, views."""
+        return Rows(*(None if tensor is None else tensor[span] for tensor in self))  # type: ignore[arg-type]
+
+
+class RowResults(NamedTuple):
+    """Per-row results of a sweep."""
+
+    ce: Tensor  # [M] fp32
+    kl: Tensor  # [M] fp32
+    candidate_ids: Tensor  # [M, C] int64
+    candidate_logits: Tensor  # [M, C] fp32
+    log_normaliser: Tensor  # [M] fp32
+    top1_correct: Tensor  # [M] bool
+    sum_min_pq: Tensor  # [M] fp32
+
+
+class Workspace:
+    """Flat buffers that outlive a call: on a CPU, fresh pages cost more than the arithmetic done on them.
+
+    A buffer grows when a call needs more and is otherwise handed out again as it is, contents undefined. Other
+    devices get fresh memory from their caching allocator, which may lend it to the rest of the step meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised tensor on the device of ``like``, valid until the next ``take`` of this name."""
+        dtype = dtype or like.dtype
+        if like.device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=like.device)
+        size = math.prod(shape)
+        held = self._buffers.get((name, dtype))
+        if held is None or held.numel() < size:
+            held = self._buffers[name, dtype] = torch.empty(size, dtype=dtype)
+        return held[:size].view(shape)
+
+    def num_bytes(self) -> int:
+        """Bytes held."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+
+
+class LogitPass(Protocol):
+    """What is done to a chunk of logits."""
+
+    bytes_per_row: int  # beside the raw product
+    fixed_bytes: int
+
+    def run(self, raw: Tensor, teacher_raw: Tensor | None, rows: Rows, with_gradient: bool) -> RowResults:
+        """Results of M rows.
+
+        Args:
+            raw: [M, V] the product of states and head; overwritten, with the gradient of the rows' losses by it if
+                ``with_gradient``.
+            teacher_raw: [M, V] the teacher's, for ``full_vocabulary``; overwritten.
+            rows: M of them.
+            with_gradient: whether to leave a gradient.
+        """
+
+
+def sweep_budget(hidden: Tensor, head_weight: Tensor, chunk_bytes: int) -> int:
+    """Bytes that a sweep over the states [N, H] may hold: the caller's limit, or what else is left of a tenth of fp32
+    logits beside the gradient, its weighted copy and the scratch of the products.
+    """
+    itemsize = hidden.element_size()
+    share = int(LOGIT_SHARE * LOGIT_BYTES * len(hidden) * len(head_weight))
+    return min(chunk_bytes, max(FREE_BYTES, share - 2 * hidden.numel() * itemsize - SCRATCH_BYTES[itemsize]))
+
+
+@torch.no_grad()
+def sweep(
+    rows: Rows,
+    head_weight: Tensor,
+    logit_pass: LogitPass,
+    *,
+    budget: int,
+    with_gradient: bool,
+    workspace: Workspace,
+) -> tuple[RowResults, Tensor | None]:
+    """Results of all N > 0 rows, and the gradient [N, H] of each row's loss by its state; ``budget`` in bytes."""
+    count, vocab = len(rows.hidden), head_weight.shape[0]
+    products = 1 if rows.teacher_hidden is None else 2
+    bytes_per_row = products * vocab * head_weight.element_size() + logit_pass.bytes_per_row
+    chunk = min(count, max(1, (budget - logit_pass.fixed_bytes) // bytes_per_row))
+    raw = workspace.take("raw", (chunk, vocab), head_weight)
+    teacher_raw = None if products == 1 else workspace.take("teacher_raw", (chunk, vocab), head_weight)
+    gradient = torch.empty_like(rows.hidden, memory_format=torch.contiguous_format) if with_gradient else None
+    parts = []
+    for start in range(0, count, chunk):
+        span = slice(start, min(start + chunk, count))
+        piece, size = rows.piece(span), span.stop - start
+        logits = torch.mm(piece.hidden, head_weight.t(), out=raw[:size])
+        teacher_logits = None
+        if teacher_raw is not None and piece.teacher_hidden is not None:
+            teacher_logits = torch.mm(piece.teacher_hidden, head_weight.t(), out=teacher_raw[:size])
+        parts.append(logit_pass.run(logits, teacher_logits, piece, with_gradient))
+        if gradient is not None:
+            torch.mm(logits, head_weight, out=gradient[span])
+    return concatenated(parts), gradient
+
+
+def concatenated(parts: list[RowResults]) -> RowResults:
+    """Results of consecutive pieces as one."""
+    return parts[0] if len(parts) == 1 else RowResults(*(torch.cat(field) for field in zip(*parts, strict=True)))

@@ -1,0 +1,75 @@
+"""Walking the selector over the blocks of a batch, from its flat supervised slots.
+
+Supervision is a prefix of each block and flat slots are ordered by block, so the slots of consecutive blocks are
+consecutive. Blocks are walked some hundreds at a time: their C x C transitions are the largest thing in memory.
+
+Letters: n blocks with a supervised slot, K drafted slots, N supervised slots of them all, H hidden, C candidates.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dflash2_train.blocks import BlockBatch
+from dflash2_train.model.selector import CandidateSelector
+
+BLOCKS_AT_ONCE = 256
+
+
+@torch.no_grad()
+def walk_paths(
+    selector: CandidateSelector,
+    hidden: Tensor,
+    candidate_logits: Tensor,
+    candidate_ids: Tensor,
+    supervised: Tensor,
+    anchor_ids: Tensor,
+) -> Tensor:
+    """The ids that the selector walks in every block, from the anchor on.
+
+    Args:
+        selector: of the drafter.
+        hidden: [N, H] states of the supervised slots, block by block.
+        candidate_logits: [N, C] fp32; with Gumbel noise added the walk is a draw at temperature 1.
+        candidate_ids: [N, C].
+        supervised: [n, K] bool, a prefix of each row; N True.
+        anchor_ids: [n] token that each block starts from.
+
+    Returns:
+        [n, K] int64, meaningful where supervised.
+    """
+    path = torch.zeros(supervised.shape, dtype=torch.int64, device=hidden.device)
+    if len(supervised) == 0:
+        return path
+    ends = supervised.sum(-1).cumsum(0)[BLOCKS_AT_ONCE - 1 :: BLOCKS_AT_ONCE].tolist()
+    bounds = [0, *ends] if len(supervised) % BLOCKS_AT_ONCE == 0 else [0, *ends, len(hidden)]
+    for index, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        rows = slice(index * BLOCKS_AT_ONCE, (index + 1) * BLOCKS_AT_ONCE)
+        mask = supervised[rows]
+        path[rows], _ = selector.walk(
+            _lay_out(hidden[start:stop], mask),
+            _lay_out(candidate_logits[start:stop], mask),
+            _lay_out(candidate_ids[start:stop], mask),
+            anchor_ids[rows],
+        )
+    return path
+
+
+@torch.no_grad()
+def block_paths(
+    selector: CandidateSelector, blocks: BlockBatch, hidden: Tensor, candidate_logits: Tensor, candidate_ids: Tensor
+) -> Tensor:
+    """:func:`walk_paths` over all blocks of a batch: [B, A, K] int64, meaningful where supervised."""
+    started = blocks.supervised[..., 0]  # [B, A]
+    path = torch.zeros_like(blocks.target_ids)
+    anchors = blocks.block_ids[..., 0][started]  # [n]
+    path[started] = walk_paths(selector, hidden, candidate_logits, candidate_ids, blocks.supervised[started], anchors)
+    return path
+
+
+def _lay_out(flat: Tensor, mask: Tensor) -> Tensor:
+    """Rows [m, ...] of the True places of ``mask`` [n, K] as [n, K, ...], zeros elsewhere."""
+    full = flat.new_zeros(*mask.shape, *flat.shape[1:])
+    full[mask] = flat
+    return full

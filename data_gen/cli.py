@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from data_gen.cache.verify import VerifyReport
     from data_gen.capture import CaptureTotals
     from data_gen.regenerate import ConversationTotals, PreparedPrompts
+    from data_gen.ring_filler import FillTotals
 
 logger = logging.getLogger(__name__)
 EXIT_FAULTS = 1  # verify found faults
@@ -102,6 +103,21 @@ def show_capture(totals: CaptureTotals) -> None:
     _table("Capture", rows)
 
 
+def show_stream(totals: FillTotals) -> None:
+    """Summary of a producer."""
+    busy, idle = totals.capture_seconds, totals.wait_seconds
+    rate = totals.tokens / busy if busy else 0.0
+    rows = [
+        ("segments of this producer", f"{totals.segments:,}"),
+        ("of them begun by another", f"{totals.taken_over:,}"),
+        ("tokens", f"{totals.tokens:,} ({rate:.0f} tokens/s while at work)"),
+        ("written", f"{totals.num_bytes / GIB:.3f} GiB"),
+        ("waited for room", f"{idle:.0f} s ({idle / max(busy + idle, 1e-9):.0%} of the time)"),
+        ("peak memory", _peak_memory()),
+    ]
+    _table("Stream", rows)
+
+
 def show_verify(report: VerifyReport) -> None:
     """Summary of the verify stage, faults first."""
     for fault in report.faults:
@@ -124,6 +140,12 @@ def show_verify(report: VerifyReport) -> None:
 def gen_data(config: RunConfig) -> int:
     """Run the stages that ``config.stage`` names; the exit code is 1 if verify found faults."""
     stages = ("regenerate", "capture", "verify") if config.stage == "all" else (config.stage,)
+    if stages == ("stream",):
+        from data_gen.backends.folder import find_target
+        from data_gen.stream import stream
+
+        show_stream(stream(config, find_target(config.target)))
+        return 0
     if stages != ("verify",):
         from data_gen.regenerate import prepare
 

@@ -9,8 +9,10 @@ from omegaconf import MISSING
 from dflash2_train.config.prompts import PromptSourceConfig
 from dflash2_train.config.rules import require
 from dflash2_train.config.sampling import SamplingConfig
+from dflash2_train.config.stream import StreamConfig
 
 BACKENDS = ("vllm", "hf")
+MODES = ("cache", "stream")
 
 
 @dataclass(kw_only=True)
@@ -23,6 +25,8 @@ class DataConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     enable_thinking: bool | None = None  # chat-template argument; None = the template has none
     backend: str = "vllm"  # vllm | hf, for both stages; never changed silently
+    mode: str = "cache"  # cache: all states on disk first; stream: captured while training, through a ring
+    stream: StreamConfig = field(default_factory=StreamConfig)
     max_prompt_tokens: int = MISSING  # longer prompts are dropped and counted
     drop_cut: bool = False  # True drops completions that ended for length
     teacher_top_k: int = 20
@@ -46,4 +50,6 @@ class DataConfig:
         require(
             self.max_prompt_tokens > 0, "data.max_prompt_tokens", self.max_prompt_tokens, "must be positive", "Use 512."
         )
+        require(self.mode in MODES, "data.mode", self.mode, f"must be one of {MODES}", "Pick one.")
         self.sampling.check()
+        self.stream.check()

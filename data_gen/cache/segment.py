@@ -1,0 +1,150 @@
+"""One segment of a ring on disk: a capture shard, written whole and read sample by sample.
+
+Reading goes by plain reads and not by a memory map: a segment may be deleted while it is read, and on a network file
+system a map of a deleted file kills the process where a read raises an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data_gen.cache.format import TOKEN_TENSORS, CacheIntegrityError, CapturedSample, CaptureManifest
+from data_gen.cache.writer import check_sample, content_digest, index_of_shard
+
+HEADER_BYTES = 16384  # more than the fixed part of a shard's header takes
+SAMPLE_BYTES = 64  # of each sample's place in header and offsets, its id not counted
+STORED_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+}
+
+
+def segment_bytes(sample_ids: Sequence[str], num_tokens: int, token_bytes: int) -> int:
+    """The most that a segment of these samples takes on disk."""
+    names = sum(len(json.dumps(name)) + SAMPLE_BYTES for name in sample_ids)
+    return HEADER_BYTES + names + num_tokens * token_bytes
+
+
+def write_segment(path: Path, samples: Sequence[CapturedSample], manifest: CaptureManifest) -> None:
+    """Write ``samples`` to ``path``, flushed to the disk; the caller publishes it.
+
+    Raises:
+        CacheIntegrityError: a sample that is not what the manifest promises.
+    """
+    for sample in samples:
+        check_sample(sample, manifest)
+    tensors = {name: torch.cat([getattr(sample, name) for sample in samples]).contiguous() for name in TOKEN_TENSORS}
+    tensors["loss_mask"] = tensors["loss_mask"].to(torch.uint8)
+    tensors["offsets"] = torch.tensor([0, *(len(sample) for sample in samples)], dtype=torch.int64).cumsum(0)
+    metadata = {
+        "sample_ids": json.dumps([sample.sample_id for sample in samples]),
+        "content_sha256": content_digest(tensors),
+    }
+    save_file(tensors, path, metadata=metadata)
+
+
+def check_segment(path: Path) -> None:
+    """Read a whole segment and compare it with its digest.
+
+    Raises:
+        CacheIntegrityError: it is cut or changed.
+    """
+    index_of_shard(path)
+
+
+class SegmentReader:
+    """Samples of one segment by id, through an open file. Deleting the file does not disturb it on a local disk.
+
+    Raises:
+        FileNotFoundError: no such segment.
+        CacheIntegrityError: the file is no whole segment.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDONLY)
+        try:
+            self._read_header()
+        except (ValueError, KeyError, EOFError) as error:
+            self.close()
+            raise CacheIntegrityError(
+                f"{path}: not a whole segment ({error}). Delete it; a producer makes it again."
+            ) from error
+
+    def __enter__(self) -> SegmentReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def read(self, sample_id: str) -> CapturedSample:
+        """One sample, copied into memory.
+
+        Raises:
+            CacheIntegrityError: it is not in this segment.
+        """
+        row = self._rows.get(sample_id)
+        if row is None:
+            raise CacheIntegrityError(
+                f"{self.path}: holds no sample {sample_id}, which the plan puts there. Delete the ring and start its "
+                "producers again."
+            )
+        begin, end = self._offsets[row], self._offsets[row + 1]
+        fields = {name: self._slice(name, begin, end) for name in TOKEN_TENSORS}
+        fields["loss_mask"] = fields["loss_mask"].to(torch.bool)
+        return CapturedSample(sample_id=sample_id, **fields)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _read_header(self) -> None:
+        length = int.from_bytes(self._bytes(0, 8), "little")
+        size = os.fstat(self._file).st_size
+        if not 0 < length <= size - 8:
+            raise ValueError(f"{size} bytes with a header of {length}")
+        self._header = json.loads(bytes(self._bytes(8, length)))
+        self._data = 8 + length
+        whole = max(entry["data_offsets"][1] for name, entry in self._header.items() if name != "__metadata__")
+        if size != self._data + whole:
+            raise ValueError(f"{size} bytes, its header tells of {self._data + whole}")
+        names = json.loads(self._header["__metadata__"]["sample_ids"])
+        self._rows = {name: row for row, name in enumerate(names)}
+        self._offsets = self._slice("offsets", 0, len(names) + 1).tolist()
+
+    def _slice(self, name: str, begin: int, end: int) -> Tensor:
+        """Rows [begin, end) of a stored tensor."""
+        entry = self._header[name]
+        dtype, shape = STORED_DTYPES[entry["dtype"]], entry["shape"]
+        first, last = entry["data_offsets"]
+        row_bytes = (last - first) // max(shape[0], 1)
+        if begin == end:
+            return torch.empty((0, *shape[1:]), dtype=dtype)
+        data = self._bytes(self._data + first + begin * row_bytes, (end - begin) * row_bytes)
+        return torch.frombuffer(data, dtype=dtype).view(end - begin, *shape[1:])
+
+    def _bytes(self, offset: int, length: int) -> bytearray:
+        data = bytearray(length)
+        view, done = memoryview(data), 0
+        while done < length:
+            count = os.preadv(self._file, [view[done:]], offset + done)
+            if count == 0:
+                raise EOFError(f"ends after {offset + done} bytes")
+            done += count
+        return data

@@ -152,9 +152,8 @@ class RingFiller:
         end = None if positions.goal is None else self.plan.segment_of(max(positions.goal, 1) - 1) + 1
         stale = {number for number, claim in claims.items() if self.claims.is_stale(claim)}
         self._sweep(claims, segments, stale, first)
-        for number in [
-            number for number in segments if number < min(first, self.plan.segment_of(positions.checkpoint))
-        ]:
+        keep = min(first, self.plan.segment_of(positions.checkpoint))
+        for number in [number for number in segments if number < keep]:
             self.ring.delete(number)
             del segments[number]
         work = next_work(

@@ -147,12 +147,10 @@ class ConversationRows:
 
     def requests(self, documents: Sequence[Document]) -> list[CaptureRequest]:
         """What to capture for ``documents``, in their order."""
+        names = {document.sample_id for document in documents}
         found: dict[str, CaptureRequest] = {}
-        for shard in sorted({self._shard_of[document.sample_id] for document in documents}):
-            rows = self._shard(shard)
-            found.update(
-                (document.sample_id, rows[document.sample_id]) for document in documents if document.sample_id in rows
-            )
+        for shard in sorted({self._shard_of[name] for name in names}):
+            found.update((name, request) for name, request in self._shard(shard).items() if name in names)
         return [found[document.sample_id] for document in documents]
 
     def _shard(self, shard: int) -> dict[str, CaptureRequest]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from data_gen.cache.format import CapturedSample
+from data_gen.cache.format import CapturedSample, IndexRow
 from data_gen.cache.plan import PlannedRow, RowPlan
 from dflash2_train.blocks import draw_anchors
 
@@ -37,8 +37,11 @@ class PackedBatch:
 
     def pinned(self) -> PackedBatch:
         """All tensors in page-locked memory, from where a copy to the GPU runs beside other work."""
-        moved = {name: value.pin_memory() for name, value in self.__dict__.items() if isinstance(value, Tensor)}
-        return replace(self, **moved)
+        pinned: dict[str, Any] = {}
+        for name, value in self.__dict__.items():
+            if isinstance(value, Tensor):
+                pinned[name] = value.pin_memory()
+        return replace(self, **pinned)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> PackedBatch:
         """All tensors on ``device``; the tap states in ``dtype``."""
@@ -65,7 +68,8 @@ class RowSource(Protocol):
 class SampleReader(Protocol):
     """What :class:`CachedRows` needs of a cache reader."""
 
-    index: Sequence[Any]  # of entries with a sample_id
+    @property
+    def index(self) -> Sequence[IndexRow]: ...
 
     def read(self, sample_index: int) -> CapturedSample: ...
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from data_gen.cache.format import MANIFEST_FILE, CapturedSample, CaptureManifest, IndexRow
 from data_gen.cache.plan import ORDER_VERSION, Document, RowPlan, documents_digest, trainable
 from data_gen.cache.reader import CaptureReader
-from data_gen.cache.ring import Ring, ring_plan
+from data_gen.cache.ring import ring_plan
 from dflash2_train.config import RunConfig, absolute
 from dflash2_train.data import CachedRows, RowSource, WindowLoader
 from dflash2_train.ring_rows import RingRows, wait_for_ring
@@ -52,7 +52,11 @@ class TrainingData(Protocol):
 
     manifest: CaptureManifest
     plan: RowPlan
-    source: RowSource
+
+    @property
+    def source(self) -> RowSource:
+        """Where the samples come from."""
+        ...
 
     def first_samples(self) -> FirstSamples:
         """The first samples of the order; only at the start of a training."""
@@ -132,7 +136,7 @@ class StreamedData:
         self.manifest = self.ring.capture
         self.plan = ring_plan(self.ring, row_tokens=config.train.row_tokens, seed=config.train.seed, stream=settings)
         self.source = RingRows(self.ring, self.plan, rank=rank, settings=settings, give_up=give_up)
-        self._end = {"output_dir": str(absolute(config.train.output_dir)), "steps": config.train.steps}
+        self._output_dir, self._steps = str(absolute(config.train.output_dir)), config.train.steps
 
     def first_samples(self) -> FirstSamples:
         return FirstSamples(
@@ -156,7 +160,7 @@ class StreamedData:
         self.ring.save_checkpoint(row)
 
     def finish(self) -> None:
-        self.ring.finish(output_dir=self._end["output_dir"], steps=self._end["steps"])
+        self.ring.finish(output_dir=self._output_dir, steps=self._steps)
 
     def close(self) -> None:
         self.source.close()

@@ -19,7 +19,7 @@ from torch import Tensor
 from data_gen.cache.format import TOKEN_TENSORS, CacheIntegrityError, CapturedSample, CaptureManifest
 from data_gen.cache.writer import check_sample, content_digest, index_of_shard
 
-HEADER_BYTES = 16384  # more than the fixed part of a shard's header takes
+HEADER_BYTES = 4096  # more than the fixed part of a shard's header takes
 SAMPLE_BYTES = 64  # of each sample's place in header and offsets, its id not counted
 STORED_DTYPES = {
     "BF16": torch.bfloat16,

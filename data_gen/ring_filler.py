@@ -130,6 +130,8 @@ class RingFiller:
         for segment in self.ring.segments():
             try:
                 check_segment(self.ring.segment_path(segment))
+            except FileNotFoundError:
+                continue  # deleted by another producer meanwhile
             except CacheIntegrityError as error:
                 if self.ring.segment_path(segment).exists():
                     logger.warning("%s It is deleted and captured again.", error)

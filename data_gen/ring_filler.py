@@ -1,9 +1,10 @@
 """One producer's work on a ring: pick the next segment, capture it, publish it, and make room by what is behind.
 
-:func:`next_work` decides from a snapshot alone. Two facts make its sum of bytes hold with any number of producers. A
-producer claims segment n only if its snapshot shows all needed segments below n as present or claimed, so whoever
-claims n has counted every claim before it. And the snapshot lists claims before segments, while an owner publishes its
-segment before it drops its claim, so nothing falls between the two lists.
+:func:`next_work` decides from a snapshot alone. A producer decides, claims, and decides again with its claim in place;
+only if the answer is still the claimed segment it goes to work. So of any two producers at least the later one has
+counted the other's reservation, however old the snapshot of its first decision was, and the sum of bytes holds. A
+snapshot lists claims before segments, while an owner publishes its segment before it drops its claim: nothing falls
+between the two lists.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from safetensors import SafetensorError
 from data_gen.cache.claims import Claim, ClaimFolder, ClaimLostError
 from data_gen.cache.format import CacheIntegrityError, CapturedSample
 from data_gen.cache.plan import Document, RowPlan
-from data_gen.cache.ring import Ring
-from data_gen.cache.segment import check_segment, write_segment
+from data_gen.cache.ring import Positions, Ring
+from data_gen.cache.segment import SegmentReader, write_segment
 from dflash2_train.config import UserError
 from dflash2_train.provenance import publish
 
@@ -37,6 +38,16 @@ class Work:
 
     segment: int
     delete: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """A snapshot of the ring."""
+
+    claims: dict[int, Claim]  # in force
+    stale: set[int]  # claimed segments whose owner is given up
+    segments: dict[int, int]  # bytes
+    positions: Positions
 
 
 @dataclass(kw_only=True)
@@ -129,13 +140,13 @@ class RingFiller:
         """Delete segments that an earlier life of the ring left cut or changed; they are captured again."""
         for segment in self.ring.segments():
             try:
-                check_segment(self.ring.segment_path(segment))
+                with SegmentReader(self.ring.segment_path(segment)) as reader:
+                    reader.check_content()
             except FileNotFoundError:
                 continue  # deleted by another producer meanwhile
             except CacheIntegrityError as error:
-                if self.ring.segment_path(segment).exists():
-                    logger.warning("%s It is deleted and captured again.", error)
-                    self.ring.delete(segment)
+                logger.warning("deleted: %s", error)
+                self.ring.delete(segment)
 
     def run(self, is_done: Callable[[], bool]) -> FillTotals:
         """Fill segments until ``is_done``."""
@@ -147,58 +158,70 @@ class RingFiller:
 
     def fill_next(self) -> bool:
         """Fill one segment; False when there is nothing to do now, or another process was first."""
-        claims = self.claims.newest()  # before the segments, see above
-        segments = self.ring.segments()
-        positions = self.ring.positions()
-        first = self.plan.segment_of(positions.lowest)
-        end = None if positions.goal is None else self.plan.segment_of(max(positions.goal, 1) - 1) + 1
-        stale = {number for number, claim in claims.items() if self.claims.is_stale(claim)}
-        self._sweep(claims, segments, stale, first)
-        keep = min(first, self.plan.segment_of(positions.checkpoint))
-        for number in [number for number in segments if number < keep]:
-            self.ring.delete(number)
-            del segments[number]
-        work = next_work(
-            first=first,
-            end=end,
-            segments=segments,
-            claims=claims,
-            stale=stale,
-            size_of=self._size_of,
-            budget=self._budget,
-        )
+        look = self._look()
+        self._sweep(look)
+        work = self._decide(look)
         if isinstance(work, str):
             self._say_waiting(work)
             return False
-        return self._take(work, claims.get(work.segment))
-
-    def _sweep(self, claims: Mapping[int, Claim], segments: Mapping[int, int], stale: set[int], first: int) -> None:
-        """Clear what dead owners left of segments that nobody will write again."""
-        for number in stale:
-            if number in segments or number < first:
-                self.ring.delete_temporaries(number)
-                self.claims.release(claims[number])
-
-    def _take(self, work: Work, stale: Claim | None) -> bool:
+        stale = look.claims.get(work.segment)
         size = self._size_of(work.segment)
         claim = self.claims.take(work.segment, size) if stale is None else self.claims.take_over(stale, size)
         if claim is None:
             return False
         try:
-            if self.ring.segment_path(work.segment).exists():
-                return False  # published between our look and our claim
-            if stale is not None:
-                logger.info("segment %d is taken over from process %d of %s", work.segment, stale.pid, stale.host)
-                self.totals.taken_over += 1
-                self.ring.delete_temporaries(work.segment)
-            for number in work.delete:
-                self.ring.delete(number)
-            self._fill(claim)
+            return self._fill_claimed(claim, stale)
         except ClaimLostError as lost:
             logger.warning("%s; another producer writes it", lost)
             return False
         finally:
             self.claims.release(claim)
+
+    def _look(self) -> Look:
+        claims = self.claims.newest()  # before the segments, see above
+        segments = self.ring.segments()
+        stale = {number for number, claim in claims.items() if self.claims.is_stale(claim)}
+        return Look(claims=claims, stale=stale, segments=segments, positions=self.ring.positions())
+
+    def _decide(self, look: Look) -> Work | str:
+        goal = look.positions.goal
+        return next_work(
+            first=self.plan.segment_of(look.positions.lowest),
+            end=None if goal is None else self.plan.segment_of(max(goal, 1) - 1) + 1,
+            segments=look.segments,
+            claims=look.claims,
+            stale=look.stale,
+            size_of=self._size_of,
+            budget=self._budget,
+        )
+
+    def _sweep(self, look: Look) -> None:
+        """Clear what dead owners left of segments that nobody will write again, and what no resume will need."""
+        first = self.plan.segment_of(look.positions.lowest)
+        for number in sorted(look.stale):
+            if number in look.segments or number < first:
+                self.ring.delete_temporaries(number)
+                self.claims.release(look.claims.pop(number))
+                look.stale.discard(number)
+        keep = min(first, self.plan.segment_of(look.positions.checkpoint))
+        for number in [number for number in look.segments if number < keep]:
+            self.ring.delete(number)
+            del look.segments[number]
+
+    def _fill_claimed(self, claim: Claim, stale: Claim | None) -> bool:
+        """Look again now that the claim stands, and fill the segment if that is still what is to be done."""
+        look = self._look()
+        look.claims.pop(claim.segment, None)
+        work = self._decide(look)
+        if isinstance(work, str) or work.segment != claim.segment:
+            return False
+        if stale is not None:
+            logger.info("segment %d is taken over from process %d of %s", stale.segment, stale.pid, stale.host)
+            self.totals.taken_over += 1
+            self.ring.delete_temporaries(claim.segment)
+        for number in work.delete:
+            self.ring.delete(number)
+        self._fill(claim)
         return True
 
     def _fill(self, claim: Claim) -> None:

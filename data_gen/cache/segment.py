@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data_gen.cache.format import TOKEN_TENSORS, CacheIntegrityError, CapturedSample, CaptureManifest
-from data_gen.cache.writer import check_sample, content_digest, index_of_shard
+from data_gen.cache.writer import check_sample, content_digest
 
 HEADER_BYTES = 4096  # more than the fixed part of a shard's header takes
 SAMPLE_BYTES = 64  # of each sample's place in header and offsets, its id not counted
@@ -53,15 +53,6 @@ def write_segment(path: Path, samples: Sequence[CapturedSample], manifest: Captu
         "content_sha256": content_digest(tensors),
     }
     save_file(tensors, path, metadata=metadata)
-
-
-def check_segment(path: Path) -> None:
-    """Read a whole segment and compare it with its digest.
-
-    Raises:
-        CacheIntegrityError: it is cut or changed.
-    """
-    index_of_shard(path)
 
 
 class SegmentReader:
@@ -107,6 +98,22 @@ class SegmentReader:
         fields = {name: self._slice(name, begin, end) for name in TOKEN_TENSORS}
         fields["loss_mask"] = fields["loss_mask"].to(torch.bool)
         return CapturedSample(sample_id=sample_id, **fields)
+
+    def check_content(self) -> None:
+        """Compare every byte with the digest that was taken before it was written.
+
+        Raises:
+            CacheIntegrityError: they differ.
+        """
+        tensors = {
+            name: self._slice(name, 0, entry["shape"][0])
+            for name, entry in self._header.items()
+            if name != "__metadata__"
+        }
+        if content_digest(tensors) != self._header["__metadata__"].get("content_sha256"):
+            raise CacheIntegrityError(
+                f"{self.path}: its bytes are not those that were written. Delete it; a producer makes it again."
+            )
 
     def close(self) -> None:
         """Close the file."""

@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -129,7 +130,7 @@ class LoggedFiller(RingFiller):
         return written
 
 
-def produce(case: Case, root: Path, seed: int) -> None:
+def produce(case: Case, root: Path, seed: float) -> None:
     """One producer, until the trainer is done."""
     rng = random.Random(seed)
 
@@ -228,10 +229,9 @@ class Round:
         self.running: dict[int, str] = {}
 
     def start(self, name: str) -> None:
+        seed = self.rng.random()
         work = (
-            (lambda: train(self.case, self.root))
-            if name == "trainer"
-            else (lambda seed=self.rng.random(): produce(self.case, self.root, seed))
+            partial(train, self.case, self.root) if name == "trainer" else partial(produce, self.case, self.root, seed)
         )
         self.running[fork(work)] = name
 
@@ -289,6 +289,7 @@ class Round:
         if self.outcome.most_bytes > self.budget:
             faults.append(f"{self.outcome.most_bytes} bytes in a ring of {self.budget}")
         published = Counter((self.root / "published.log").read_text().split())
+        # A takeover or a trainer that goes back may have a segment made again; nothing else may.
         again = {segment: number for segment, number in published.items() if number > 1}
         if again and not self.outcome.kills:
             faults.append(f"segments written again though nothing was killed: {again}")

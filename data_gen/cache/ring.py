@@ -6,7 +6,8 @@
 ``segments/``                ``segment-00000012.safetensors``: the documents of rows [12 R, 13 R) of the plan
 ``claims/``                  which producer writes which segment (:mod:`data_gen.cache.claims`)
 ``positions/``               ``rank-00000.json``: the next row that a trainer's rank will read; ``checkpoint.json``: the
-                             row that a resume would start from; ``goal.json``: rows of the whole training
+                             row that a resume would start from; ``goal.json``: rows of the whole training;
+                             ``trainer.json``: the process that leads it
 ``done.json``                written by the trainer at its end
 ===========================  =======================================================================================
 
@@ -33,7 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_gen.cache.claims import read_small
+from data_gen.cache.claims import process_is_gone, read_small, this_host
 from data_gen.cache.format import (
     MANIFEST_FILE,
     CacheIntegrityError,
@@ -93,6 +94,7 @@ class Ring:
         self.capture = CaptureManifest(content=stored["content"]["capture"])
         self.plan_content: dict[str, Any] = stored["content"]["plan"]
         self.claims, self._segments, self._positions = root / "claims", root / "segments", root / "positions"
+        self._trainer = self._positions / "trainer.json"
 
     @classmethod
     def create(cls, root: Path, capture: CaptureManifest, plan: dict[str, Any], documents: Sequence[Document]) -> Ring:
@@ -190,8 +192,13 @@ class Ring:
             row: of the checkpoint, or 0.
             world_size: ranks; files of ranks beyond it are removed.
             goal: rows of the whole training.
+
+        Raises:
+            UserError: a living process of this host leads another training on this ring.
         """
+        self._refuse_second_training()
         (self.root / DONE_FILE).unlink(missing_ok=True)
+        atomic_write_json(self._trainer, {"host": this_host(), "pid": os.getpid()})
         _write_rows(self._positions / "goal.json", goal)
         self.save_checkpoint(row)
         for rank in range(world_size):
@@ -208,10 +215,23 @@ class Ring:
         """Tell the row that a resume would start from; call it once the checkpoint is safe on disk."""
         _write_rows(self._positions / "checkpoint.json", row)
 
+    def _refuse_second_training(self) -> None:
+        """Two trainings would move each other's positions; on other hosts nobody can tell a dead one from a slow one."""
+        if not self._trainer.exists():
+            return
+        leader = read_json_object(self._trainer)
+        host, pid = leader["host"], leader["pid"]
+        if host == this_host() and pid != os.getpid() and not process_is_gone(host, pid):
+            raise UserError(
+                f"{self.root} is in use by another training (process {pid}). Wait for it, stop it, or choose another "
+                f"data.stream.root. If that process is none, delete {self._trainer}."
+            )
+
     # The end
 
     def finish(self, *, output_dir: str, steps: int) -> None:
         """Tell the producers that the training of ``output_dir`` has done all its ``steps``."""
+        self._trainer.unlink(missing_ok=True)
         atomic_write_json(self.root / DONE_FILE, {"output_dir": output_dir, "steps": steps, "token": uuid.uuid4().hex})
 
     def done(self) -> dict[str, Any] | None:

@@ -230,9 +230,8 @@ class Round:
 
     def start(self, name: str) -> None:
         seed = self.rng.random()
-        work = (
-            partial(train, self.case, self.root) if name == "trainer" else partial(produce, self.case, self.root, seed)
-        )
+        trainer = partial(train, self.case, self.root)
+        work = trainer if name == "trainer" else partial(produce, self.case, self.root, seed)
         self.running[fork(work)] = name
 
     def reap(self) -> None:

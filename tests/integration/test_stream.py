@@ -158,6 +158,7 @@ def test_a_stream_trains_to_the_same_curve_and_weights_as_a_cache(
     assert list((tmp_path / "ring" / "claims").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_killed_on_both_sides_and_started_again_a_stream_still_equals_the_cache(
     base: RunConfig, cached: RunConfig, tmp_path: Path
 ) -> None:
@@ -180,6 +181,7 @@ def test_killed_on_both_sides_and_started_again_a_stream_still_equals_the_cache(
     same(cached, config)
 
 
+@pytest.mark.slow
 def test_a_finished_training_ends_new_producers_and_trainers_at_once(
     base: RunConfig, cached: RunConfig, tmp_path: Path
 ) -> None:

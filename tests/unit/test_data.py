@@ -1,4 +1,4 @@
-"""Windows follow from the plan alone; packing moves documents and does not change them; reading ahead changes nothing."""
+"""Windows follow from the plan alone; packing does not change a document, and reading ahead changes nothing."""
 
 from __future__ import annotations
 

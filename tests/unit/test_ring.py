@@ -414,6 +414,19 @@ def test_a_ring_edited_by_hand_is_refused(ring: Ring) -> None:
         Ring(ring.root)
 
 
+def test_a_second_training_is_refused_while_the_first_lives_and_not_after_its_death(ring: Ring) -> None:
+    ring.begin(row=0, world_size=1, goal=9)
+    ring.begin(row=4, world_size=1, goal=9)  # this very process again
+    path = ring.root / "positions" / "trainer.json"
+    leader = json.loads(path.read_text())
+    path.write_text(json.dumps({**leader, "pid": 1}))
+    with pytest.raises(UserError, match="in use by another training"):
+        ring.begin(row=0, world_size=1, goal=9)
+    assert ring.positions().lowest == 4, "the first is not disturbed"
+    path.write_text(json.dumps({**leader, "host": "far"}))
+    ring.begin(row=0, world_size=1, goal=9)
+
+
 def test_the_end_of_a_training_is_told_until_the_next_one_begins(ring: Ring) -> None:
     assert ring.done() is None
     ring.finish(output_dir="/out", steps=5)

@@ -216,7 +216,7 @@ class Ring:
         _write_rows(self._positions / "checkpoint.json", row)
 
     def _refuse_second_training(self) -> None:
-        """Two trainings would move each other's positions. Of other hosts nobody can tell a dead one from a slow one."""
+        """Two trainings would move each other's positions. A dead one on another host looks like a slow one."""
         if not self._trainer.exists():
             return
         leader = read_json_object(self._trainer)

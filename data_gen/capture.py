@@ -18,6 +18,7 @@ from data_gen.backends import open_capturer
 from data_gen.backends.base import CaptureBackend, CapturedStates, CaptureRequest, check_states
 from data_gen.cache.conversations import ConversationStore
 from data_gen.cache.format import (
+    FLOAT8,
     TEACHER_NORM,
     CacheIntegrityError,
     CapturedSample,
@@ -59,8 +60,10 @@ class _Shard:
 
 
 def token_bytes(config: RunConfig) -> int:
-    """Bytes of the cache a token: tap states in bf16, teacher, ids and mask."""
-    states = 2 * config.target.hidden_size * len(config.drafter.target_layer_ids)
+    """Bytes of the cache a token: tap states, teacher, ids and mask."""
+    taps = len(config.drafter.target_layer_ids)
+    values = config.target.hidden_size * taps
+    states = values + 4 * taps if config.data.store.dtype == FLOAT8 else 2 * values
     return states + TEACHER_BYTES * config.data.teacher_top_k + 4 + 4 + 1
 
 
@@ -76,7 +79,7 @@ def capture_content(config: RunConfig, conversations: dict[str, Any]) -> dict[st
         "tap_convention": TAP_CONVENTION,
         "hidden_size": config.target.hidden_size,
         "vocab_size": config.target.vocab_size,
-        "cache_dtype": "bfloat16",
+        "cache_dtype": config.data.store.dtype,
         "teacher_top_k": config.data.teacher_top_k,
         "teacher_norm": TEACHER_NORM,
     }

@@ -1,6 +1,7 @@
 """``dflash2-gen-data``: plan, regenerate, capture and verify the training data of an experiment.
 
-``stage=plan`` tells prompts, tokens and bytes and starts nothing; ``stage=all`` runs the three other stages in turn.
+``stage=plan`` tells prompts, tokens and bytes and starts nothing; ``stage=all`` regenerates, captures and verifies in
+turn; ``stage=inspect`` shows what a cache holds.
 Each stage continues where an earlier run stopped, and a finished one is left alone.
 """
 
@@ -14,17 +15,15 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from dflash2_train.app import open_console, run_app
-from dflash2_train.config import RunConfig, absolute
+from dflash2_train.config import RunConfig
 from dflash2_train.progress import ProgressReporter
 
 if TYPE_CHECKING:
-    from data_gen.cache.verify import VerifyReport
     from data_gen.capture import CaptureTotals
     from data_gen.regenerate import ConversationTotals, PreparedPrompts
     from data_gen.ring_filler import FillTotals
 
 logger = logging.getLogger(__name__)
-EXIT_FAULTS = 1  # verify found faults
 GIB = 2**30
 
 
@@ -118,27 +117,8 @@ def show_stream(totals: FillTotals) -> None:
     _table("Stream", rows)
 
 
-def show_verify(report: VerifyReport) -> None:
-    """Summary of the verify stage, faults first."""
-    for fault in report.faults:
-        logger.error("%s", fault)
-    shares = report.to_dict()
-    rows = [
-        ("shards", f"{report.shards:,}"),
-        ("samples", f"{report.samples:,}"),
-        ("tokens", f"{report.tokens:,}"),
-        ("supervised, with a teacher", f"{report.supervised:,}"),
-        ("size", f"{report.num_bytes / GIB:.3f} GiB"),
-        ("labels in the teacher's top-k", f"{shares['in_top_k_share']:.1%}"),
-        ("labels that are its first choice", f"{shares['argmax_share']:.1%}"),
-        ("equal samples", f"{report.duplicates:,}"),
-        ("faults", f"{len(report.faults):,}"),
-    ]
-    _table("Verify", rows)
-
-
 def gen_data(config: RunConfig) -> int:
-    """Run the stages that ``config.stage`` names; the exit code is 1 if verify found faults."""
+    """Run the stages that ``config.stage`` names; the exit code is 1 if verify left faults."""
     stages = ("regenerate", "capture", "verify") if config.stage == "all" else (config.stage,)
     if stages == ("stream",):
         from data_gen.backends.folder import find_target
@@ -146,7 +126,7 @@ def gen_data(config: RunConfig) -> int:
 
         show_stream(stream(config, find_target(config.target)))
         return 0
-    if stages != ("verify",):
+    if stages not in (("verify",), ("inspect",)):
         from data_gen.regenerate import prepare
 
         if "regenerate" in stages or "plan" in stages:
@@ -161,13 +141,14 @@ def gen_data(config: RunConfig) -> int:
         from data_gen.capture import capture
 
         show_capture(capture(config, find_target(config.target), open_display))
-    if "verify" in stages:
-        from data_gen.cache.verify import verify_capture
-        from data_gen.capture import CAPTURE
+    if "inspect" in stages:
+        from data_gen.store_stages import run_inspect
 
-        report = verify_capture(absolute(config.data.root) / CAPTURE)
-        show_verify(report)
-        return EXIT_FAULTS if report.faults else 0
+        run_inspect(config, open_display)
+    if "verify" in stages:
+        from data_gen.store_stages import run_verify
+
+        return run_verify(config, open_display)
     return 0
 
 

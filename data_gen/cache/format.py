@@ -1,12 +1,15 @@
 """What a capture cache looks like on disk: manifest, shard, index.
 
 ``capture/`` holds ``manifest.json`` (what shaped the content), ``shard-00000.safetensors`` and so on (N tokens of
-n samples, one after the other) and ``index.jsonl`` (one line a shard, one a sample). Of a shard's tensors
+n samples, one after the other), ``index.jsonl`` (one line a shard) and ``quarantine/`` (shards found damaged, each
+with the reasons). Of a shard's tensors
 
 ===========================  ==============  ========  ====================================================
 ``input_ids``                [N]             int32     prompt and completion, as the engine saw them
 ``loss_mask``                [N]             uint8     1 on completion tokens
-``tap_hidden``               [N, T*H]        bf16      residual stream after each tap, ascending along features
+``tap_hidden``               [N, T*H]        bf16      residual stream after each tap, ascending along features;
+                                                       e4m3 codes in a cache of ``cache_dtype`` float8_e4m3
+``tap_scale``                [N, T]          float32   only with the codes: their factor, of a token's tap
 ``teacher_ids``              [N, k]          int32     the target's k most probable next tokens, descending
 ``teacher_logprobs``         [N, k]          float16   their log probability under the full softmax
 ``teacher_log_normaliser``   [N]             float32   raw logit = log probability + normaliser
@@ -16,13 +19,17 @@ n samples, one after the other) and ``index.jsonl`` (one line a shard, one a sam
 row i of the teacher is the target's distribution of token i + 1. It is filled where token i or i + 1 is a completion
 token; elsewhere ids are 0, log probabilities -inf, the normaliser 0.
 
+A shard's header names its samples and holds a digest of its tensors; the index holds a digest of that header. So the
+index can be rebuilt from the shards, and one pass over a shard proves it whole. A published shard is never opened for
+writing again.
+
 Letters: S tokens of a sample, T taps, H hidden size, k = teacher_top_k.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +39,12 @@ from dflash2_train.provenance import sha256_json
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)  # 1: bf16 only, sha256 digests, and an index that is now rebuilt from the shards
 MANIFEST_FILE = "manifest.json"
 INDEX_FILE = "index.jsonl"
 TEACHER_NORM = "final norm applied once, then the output head"
+BFLOAT16, FLOAT8 = "bfloat16", "float8_e4m3"  # values of ``cache_dtype``
 TOKEN_TENSORS = (
     "input_ids",
     "loss_mask",
@@ -44,6 +53,7 @@ TOKEN_TENSORS = (
     "teacher_logprobs",
     "teacher_log_normaliser",
 )
+TAP_SCALE = "tap_scale"
 
 
 class CacheIntegrityError(UserError, RuntimeError):
@@ -79,12 +89,29 @@ class IndexRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRow:
-    """A whole shard in the index."""
+    """A whole shard: its file and, sample by sample, what it holds."""
 
-    shard: str
-    num_samples: int
+    shard: str  # file name
     num_bytes: int
-    sha256: str  # of the file
+    header_sha256: str  # of the file's header, which holds a digest of the tensors
+    sample_ids: list[str] = field(repr=False)
+    num_tokens: list[int] = field(repr=False)
+    num_supervised: list[int] = field(repr=False)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the shard."""
+        return len(self.sample_ids)
+
+    def sample(self, row: int) -> IndexRow:
+        """The index entry of one sample."""
+        return IndexRow(
+            sample_id=self.sample_ids[row],
+            shard=self.shard,
+            row=row,
+            num_tokens=self.num_tokens[row],
+            num_supervised=self.num_supervised[row],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +126,21 @@ class CaptureManifest:
         """Hex sha256 over version and content."""
         return sha256_json({"format_version": self.format_version, "content": self.content})
 
+    @property
+    def cache_dtype(self) -> str:
+        """How tap states are stored."""
+        return str(self.content.get("cache_dtype", BFLOAT16))
+
+    @property
+    def num_taps(self) -> int:
+        """T."""
+        return len(self.content["target_layer_ids"])
+
+    @property
+    def tap_width(self) -> int:
+        """T * H."""
+        return self.num_taps * int(self.content["hidden_size"])
+
     def to_dict(self) -> dict[str, Any]:
         """As written to ``manifest.json``."""
         return {"format_version": self.format_version, "fingerprint": self.fingerprint, "content": self.content}
@@ -111,12 +153,13 @@ class CaptureManifest:
             CacheIntegrityError: it is missing, not JSON, of another format version, or edited by hand.
         """
         stored = read_json_object(path)
-        if stored.get("format_version") != FORMAT_VERSION:
+        version = stored.get("format_version")
+        if version not in READABLE_VERSIONS:
             raise CacheIntegrityError(
-                f"{path}: format_version {stored.get('format_version')!r}, this program reads {FORMAT_VERSION}. "
+                f"{path}: format_version {version!r}, this program reads {READABLE_VERSIONS}. "
                 "Use the version that wrote the cache, or capture again into another data.root."
             )
-        manifest = cls(content=stored.get("content", {}))
+        manifest = cls(content=stored.get("content", {}), format_version=version)
         if stored.get("fingerprint") != manifest.fingerprint:
             raise CacheIntegrityError(
                 f"{path}: content and fingerprint do not belong together, so it was edited or damaged. "

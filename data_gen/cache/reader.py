@@ -1,108 +1,135 @@
-"""Read a capture cache: the order of samples is fixed, tensors are mapped from disk and copied sample by sample."""
+"""Read a capture cache: the order of samples is fixed, tensors are views of mapped files."""
 
 from __future__ import annotations
 
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from data_gen.cache.format import (
-    MANIFEST_FILE,
-    TOKEN_TENSORS,
-    CacheIntegrityError,
-    CapturedSample,
-    CaptureManifest,
-    IndexRow,
-)
-from data_gen.cache.writer import index_of_shard, read_index
-from dflash2_train.provenance import sha256_file
+from data_gen.cache.format import MANIFEST_FILE, CacheIntegrityError, CapturedSample, CaptureManifest
+from data_gen.cache.index import IndexState, SampleIndex, compare_index
+from data_gen.cache.shard_file import ShardReader
+
+OPEN_SHARDS = 64  # mapped at once by one reader; a mapping costs address space and a header, not memory
 
 
 class CaptureReader:
     """Random access to the samples under ``root``.
 
     ``index`` lists them by shard and place; sample ``i`` is the same one for every reader of the same cache. The
-    index file may be lost: it is then rebuilt in memory from the shards.
+    index file may be lost: it is then rebuilt in memory from the shards' headers.
+
+    Threads may share a reader. A worker process may be given one, pickled (it opens its own files) or by a fork while
+    no thread reads.
 
     Args:
         root: the ``capture`` folder.
-        verify_checksums: compare every shard with its checksum first (reads the whole cache once).
+        verify_checksums: compare every byte of every shard with its digest first (reads the whole cache once).
+        open_shards: files mapped at once; the one used longest ago is closed for the next.
 
     Raises:
         CacheIntegrityError: no cache, no sample, or a shard that is not what was written.
     """
 
-    def __init__(self, root: Path, *, verify_checksums: bool = True) -> None:
+    def __init__(self, root: Path, *, verify_checksums: bool = True, open_shards: int = OPEN_SHARDS) -> None:
         self.root = root
         self.manifest = CaptureManifest.read(root / MANIFEST_FILE)
-        self.shards, self.index = self._read_index(verify_checksums)
+        self.index = SampleIndex(list(_refuse_faults(root, compare_index(root, self.manifest)).rows.values()))
         if not self.index:
             raise CacheIntegrityError(
                 f"{root}: holds no finished shard. Run dflash2-gen-data stage=capture to the end."
             )
-        self._files: dict[str, Any] = {}  # open safetensors files
-        self._offsets: dict[str, list[int]] = {}
+        self._limit = max(open_shards, 1)
+        self._open_files: OrderedDict[int, ShardReader] = OrderedDict()
+        self._lock = threading.Lock()
+        if verify_checksums:
+            for number in range(len(self.index.shards)):
+                self.shard(number).check_content()
 
     def __len__(self) -> int:
         return len(self.index)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open_files": OrderedDict(), "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+    @property
+    def shards(self) -> list[str]:
+        """File names, in order."""
+        return [shard.shard for shard in self.index.shards]
+
     def read(self, sample_index: int) -> CapturedSample:
-        """Sample ``sample_index`` of ``index``, copied out of the mapped file.
+        """Sample ``sample_index`` of ``index``: views of the mapped file; fp8 states are decoded to bf16.
 
         Raises:
-            CacheIntegrityError: the shard does not hold what the index says.
+            CacheIntegrityError: the shard is not the one that the index speaks of.
         """
-        entry = self.index[sample_index]
-        file = self._open(entry.shard)
-        offsets = self._offsets[entry.shard]
-        begin, end = offsets[entry.row], offsets[entry.row + 1]
-        if end - begin != entry.num_tokens:
-            raise CacheIntegrityError(
-                f"{self.root / entry.shard}: sample {entry.sample_id} has {end - begin} tokens, the index says "
-                f"{entry.num_tokens}. Run dflash2-gen-data stage=verify."
-            )
-        fields = {name: file.get_slice(name)[begin:end] for name in TOKEN_TENSORS}
-        fields["loss_mask"] = fields["loss_mask"].to(torch.bool)
-        return CapturedSample(sample_id=entry.sample_id, **fields)
+        shard, row = self.index.place(sample_index)
+        return self.shard(shard).read(row)
+
+    def copy_states(self, sample_index: int, out: Tensor) -> None:
+        """Put a sample's tap states into ``out`` [S, T*H] bf16 in one pass, as :meth:`read` and a copy would."""
+        shard, row = self.index.place(sample_index)
+        self.shard(shard).copy_states(row, out)
+
+    def prefetch(self, sample_indices: Iterable[int]) -> None:
+        """Ask the kernel to bring the states of samples into the page cache; returns at once."""
+        for sample_index in sample_indices:
+            shard, row = self.index.place(sample_index)
+            file = self.shard(shard)
+            descriptor = os.open(file.path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, *file.state_bytes(row), os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(descriptor)
 
     def close(self) -> None:
-        """Forget the mapped files."""
-        self._files.clear()
-        self._offsets.clear()
+        """Forget the mapped files; samples already handed out stay valid."""
+        with self._lock:
+            self._open_files.clear()
 
-    def _open(self, shard: str) -> Any:
-        if shard not in self._files:
-            try:
-                file = safe_open(self.root / shard, framework="pt")
-                self._offsets[shard] = file.get_tensor("offsets").tolist()
-            except (SafetensorError, OSError) as error:
-                raise _damaged(self.root / shard, str(error)) from error
-            self._files[shard] = file
-        return self._files[shard]
+    def shard(self, number: int) -> ShardReader:
+        """Shard ``number`` of ``index.shards``, mapped.
 
-    def _read_index(self, verify: bool) -> tuple[list[str], list[IndexRow]]:
-        shards, rows = read_index(self.root)
-        missing = [name for name in shards if not (self.root / name).exists()]
-        if missing:
+        Raises:
+            CacheIntegrityError: it is not the one that the index speaks of.
+        """
+        with self._lock:
+            file = self._open_files.get(number)
+            if file is not None:
+                self._open_files.move_to_end(number)
+                return file
+        known = self.index.shards[number]
+        file = ShardReader(self.root / known.shard, self.manifest)  # outside the lock: a slow disk stalls one thread
+        if file.row() != known:
             raise CacheIntegrityError(
-                f"{self.root}: {', '.join(missing)} stands in the index but is gone. "
-                "Restore it, or run dflash2-gen-data stage=capture to make it again."
+                f"{file.path}: not what the index says of it: one of the two was replaced or damaged. "
+                "Run dflash2-gen-data stage=verify data.store.quarantine=true."
             )
-        for path in sorted(self.root.glob("shard-*.safetensors")):
-            known = shards.get(path.name)
-            if known is None:
-                shards[path.name], found = index_of_shard(path)
-                rows += found
-            elif path.stat().st_size != known.num_bytes:
-                raise _damaged(path, f"{path.stat().st_size} bytes, {known.num_bytes} were written")
-            elif verify and sha256_file(path) != known.sha256:
-                raise _damaged(path, "checksum differs")
-        return sorted(shards), sorted(rows, key=lambda row: (row.shard, row.row))
+        with self._lock:
+            self._open_files[number] = file
+            while len(self._open_files) > self._limit:
+                self._open_files.popitem(last=False)
+        return file
 
 
-def _damaged(path: Path, why: str) -> CacheIntegrityError:
-    return CacheIntegrityError(
-        f"{path}: damaged ({why}). Run dflash2-gen-data stage=capture, which sets it aside and makes it again."
-    )
+def _refuse_faults(root: Path, state: IndexState) -> IndexState:
+    """Raise if a shard is gone or damaged."""
+    if state.missing:
+        raise CacheIntegrityError(
+            f"{root}: {', '.join(state.missing[:5])} ({len(state.missing)} in all) stands in the index but is gone. "
+            "Restore it, or run dflash2-gen-data stage=capture to make it again."
+        )
+    for name, reason in state.damaged.items():
+        raise CacheIntegrityError(
+            f"{root / name}: damaged ({reason}). Run dflash2-gen-data stage=capture, which sets it aside and makes it "
+            "again."
+        )
+    return state

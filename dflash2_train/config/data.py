@@ -9,6 +9,7 @@ from omegaconf import MISSING
 from dflash2_train.config.prompts import PromptSourceConfig
 from dflash2_train.config.rules import require
 from dflash2_train.config.sampling import SamplingConfig
+from dflash2_train.config.store import StoreConfig
 from dflash2_train.config.stream import StreamConfig
 
 BACKENDS = ("vllm", "hf")
@@ -34,6 +35,7 @@ class DataConfig:
     max_num_seqs: int = 96  # requests in flight inside the engine
     kv_cache_gib: float = 2.0  # vLLM on CPU: memory for its KV cache
     gpu_memory_utilization: float = 0.9  # vLLM on GPU
+    store: StoreConfig = field(default_factory=StoreConfig)
     min_attested_tokens: int = 32  # cached tokens compared with a plain forward before training
     min_agreement: float = 0.3  # share of supervised tokens in the teacher's top-k below which training is refused
 
@@ -52,4 +54,5 @@ class DataConfig:
         )
         require(self.mode in MODES, "data.mode", self.mode, f"must be one of {MODES}", "Pick one.")
         self.sampling.check()
+        self.store.check()
         self.stream.check()

@@ -55,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_data_killed_midway_is_complete_after_the_same_command(run: Path) -> None:
     index = [json.loads(line) for line in (run / "data" / "capture" / "index.jsonl").read_text().splitlines()]
-    ids = [row["sample_id"] for row in index if row["kind"] == "sample"]
+    ids = [sample_id for row in index for sample_id in row["sample_ids"]]
     assert len(ids) == len(set(ids)) == 48
     assert len((run / "data" / "holdout.jsonl").read_text().splitlines()) == 4
 

@@ -9,19 +9,17 @@ between the two lists.
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from safetensors import SafetensorError
-
 from data_gen.cache.claims import Claim, ClaimFolder, ClaimLostError
 from data_gen.cache.format import CacheIntegrityError, CapturedSample
 from data_gen.cache.plan import Document, RowPlan
 from data_gen.cache.ring import Positions, Ring
-from data_gen.cache.segment import SegmentReader, write_segment
+from data_gen.cache.segment import SegmentReader
+from data_gen.cache.shard_file import write_shard_file
 from dflash2_train.config import UserError
 from dflash2_train.provenance import publish
 
@@ -243,23 +241,15 @@ class RingFiller:
         temporary = self.ring.temporary_path(claim.segment, claim.token)
         final = self.ring.segment_path(claim.segment)
         try:
-            write_segment(temporary, samples, self.ring.capture)
+            write_shard_file(temporary, samples, self.ring.capture)
             size = temporary.stat().st_size
             if size > claim.num_bytes:
                 raise RuntimeError(f"segment {claim.segment} takes {size} bytes, {claim.num_bytes} were reserved")
             self.claims.beat(claim, force=True)
             publish(temporary, final)
-        except FileNotFoundError:
+        except (FileNotFoundError, UserError):
             self.claims.beat(claim, force=True)  # who took over removes our file: then this raises
             raise
-        except (OSError, SafetensorError) as error:
-            if not _disk_is_full(error):
-                raise
-            raise UserError(
-                f"{self.ring.root}: the disk is full at segment {claim.segment}, within data.stream.budget_mib="
-                f"{self._budget // MIB}. Free space, lower the budget, or choose another data.stream.root; the same "
-                "command continues."
-            ) from error
         finally:
             temporary.unlink(missing_ok=True)
         return size
@@ -288,10 +278,3 @@ def check_against_plan(sample: CapturedSample, document: Document) -> None:
             f"sample {found[0]}: {found[1]} tokens, {found[2]} supervised; the plan has {document}. The conversations "
             "changed after the ring was made: delete the ring and start its producers again."
         )
-
-
-def _disk_is_full(error: OSError | SafetensorError) -> bool:
-    """Whether a write failed for want of space; safetensors tells the system's error in words only."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return any(f"os error {number}" in str(error) for number in (errno.ENOSPC, errno.EDQUOT))

@@ -169,7 +169,7 @@ class Ring:
 
     def delete_temporaries(self, segment: int) -> None:
         """Remove what dead producers left of a segment."""
-        for path in self._segments.glob(f".segment-{segment:08d}.*.tmp"):
+        for path in self._segments.glob(f".*segment-{segment:08d}.*.tmp"):
             path.unlink(missing_ok=True)
 
     def free_bytes(self) -> int:

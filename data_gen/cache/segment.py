@@ -1,4 +1,4 @@
-"""One segment of a ring on disk: a capture shard, written whole and read sample by sample.
+"""One segment of a ring on disk: a capture shard (:mod:`data_gen.cache.shard_file` writes it), read sample by sample.
 
 Reading goes by plain reads and not by a memory map: a segment may be deleted while it is read, and on a network file
 system a map of a deleted file kills the process where a read raises an error.
@@ -13,15 +13,16 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from data_gen.cache.format import TOKEN_TENSORS, CacheIntegrityError, CapturedSample, CaptureManifest
-from data_gen.cache.writer import check_sample, content_digest
+from data_gen.cache import fp8
+from data_gen.cache.format import TAP_SCALE, TOKEN_TENSORS, CacheIntegrityError, CapturedSample
+from data_gen.cache.shard_file import DIGESTS, content_digest
 
 HEADER_BYTES = 4096  # more than the fixed part of a shard's header takes
 SAMPLE_BYTES = 64  # of each sample's place in header and offsets, its id not counted
 STORED_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
@@ -35,24 +36,6 @@ def segment_bytes(sample_ids: Sequence[str], num_tokens: int, token_bytes: int) 
     """The most that a segment of these samples takes on disk."""
     names = sum(len(json.dumps(name)) + SAMPLE_BYTES for name in sample_ids)
     return HEADER_BYTES + names + num_tokens * token_bytes
-
-
-def write_segment(path: Path, samples: Sequence[CapturedSample], manifest: CaptureManifest) -> None:
-    """Write ``samples`` to ``path``, flushed to the disk; the caller publishes it.
-
-    Raises:
-        CacheIntegrityError: a sample that is not what the manifest promises.
-    """
-    for sample in samples:
-        check_sample(sample, manifest)
-    tensors = {name: torch.cat([getattr(sample, name) for sample in samples]).contiguous() for name in TOKEN_TENSORS}
-    tensors["loss_mask"] = tensors["loss_mask"].to(torch.uint8)
-    tensors["offsets"] = torch.tensor([0, *(len(sample) for sample in samples)], dtype=torch.int64).cumsum(0)
-    metadata = {
-        "sample_ids": json.dumps([sample.sample_id for sample in samples]),
-        "content_sha256": content_digest(tensors),
-    }
-    save_file(tensors, path, metadata=metadata)
 
 
 class SegmentReader:
@@ -97,6 +80,8 @@ class SegmentReader:
         begin, end = self._offsets[row], self._offsets[row + 1]
         fields = {name: self._slice(name, begin, end) for name in TOKEN_TENSORS}
         fields["loss_mask"] = fields["loss_mask"].to(torch.bool)
+        if TAP_SCALE in self._header:
+            fields["tap_hidden"] = fp8.decode(fields["tap_hidden"], self._slice(TAP_SCALE, begin, end))
         return CapturedSample(sample_id=sample_id, **fields)
 
     def check_content(self) -> None:
@@ -110,7 +95,9 @@ class SegmentReader:
             for name, entry in self._header.items()
             if name != "__metadata__"
         }
-        if content_digest(tensors) != self._header["__metadata__"].get("content_sha256"):
+        metadata = self._header["__metadata__"]
+        algorithm = next((name for name in DIGESTS if name in metadata), None)
+        if algorithm is None or content_digest(tensors, algorithm) != metadata[algorithm]:
             raise CacheIntegrityError(
                 f"{self.path}: its bytes are not those that were written. Delete it; a producer makes it again."
             )
@@ -144,7 +131,7 @@ class SegmentReader:
         if begin == end:
             return torch.empty((0, *shape[1:]), dtype=dtype)
         data = self._bytes(self._data + first + begin * row_bytes, (end - begin) * row_bytes)
-        return torch.frombuffer(data, dtype=dtype).view(end - begin, *shape[1:])
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(end - begin, *shape[1:])
 
     def _bytes(self, offset: int, length: int) -> bytearray:
         data = bytearray(length)

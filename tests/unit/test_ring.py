@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from data_gen import ring_filler
+from data_gen.cache import shard_file
 from data_gen.cache.claims import Claim
 from data_gen.cache.format import CacheIntegrityError, CapturedSample
 from data_gen.cache.plan import Document, RowPlan
@@ -112,6 +112,18 @@ def test_a_segment_gives_back_every_sample_bit_for_bit(ring: Ring, plan: RowPlan
                 one, other = getattr(found, field.name), getattr(wanted, field.name)
                 assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
     assert ring.segment_path(0).stat().st_size <= size_of(plan, 0)
+
+
+def test_states_stored_in_eight_bits_are_read_as_a_cache_reads_them(tmp_path: Path) -> None:
+    manifest = dataclasses.replace(MANIFEST, content={**MANIFEST.content, "cache_dtype": "float8_e4m3"})
+    wanted = [sample_of(document) for document in DOCUMENTS[:3]]
+    path = tmp_path / "segment"
+    shard_file.write_shard_file(path, wanted, manifest)
+    cached = shard_file.ShardReader(path, manifest)
+    with SegmentReader(path) as reader:
+        reader.check_content()
+        for row, sample in enumerate(wanted):
+            assert torch.equal(reader.read(sample.sample_id).tap_hidden, cached.read(row).tap_hidden)
 
 
 def test_a_segment_that_is_cut_or_lacks_a_sample_is_refused_by_name(ring: Ring, plan: RowPlan) -> None:
@@ -367,12 +379,12 @@ def test_a_segment_damaged_in_an_earlier_life_is_captured_again(ring: Ring, plan
 def test_a_full_disk_ends_a_producer_with_the_place_and_leaves_nothing_half_written(
     ring: Ring, plan: RowPlan, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def fail(path: Path, *_: object) -> None:
+    def fail(_: object, path: Path, **__: object) -> None:
         path.write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr(ring_filler, "write_segment", fail)
-    with pytest.raises(UserError, match=r"disk is full at segment 0.*budget_mib"):
+    monkeypatch.setattr(shard_file, "save_file", fail)
+    with pytest.raises(UserError, match=r"segment-00000000.*could not be written.*No space left"):
         make_filler(ring, plan, budget=10**9).fill_next()
     assert bytes_in(ring.root) == 0
     assert list(ring.claims.iterdir()) == [], "another producer may go on at once"

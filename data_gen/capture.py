@@ -1,21 +1,25 @@
 """Stage ``capture``: the target's tap states and next-token distribution for every conversation, into the cache.
 
-Capture shard i holds the kept rows of conversation shard i. The ids are the stored ones; an engine that returns states
-of other tokens, or of fewer, stops the stage. Two free checks run along: the teacher's first choice after the last
-token must be what the engine itself would say next (the final norm was applied once, to the right layer), and a shard
-counts as there only if its checksum holds.
+Capture shard i holds the kept rows of conversation shard i, in their order. How rows become samples, and what is
+checked on the way, stands in ``data_gen.capture_rows``. A row that failed twice is listed in ``capture/failures.jsonl``
+with the reason and left out of its shard; more of them than ``data.max_failed_share`` end the stage. A shard that is
+there is done, and must hold every kept row that is not listed. To try listed rows again, remove their shard.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from data_gen.backends import open_capturer
-from data_gen.backends.base import CaptureBackend, CapturedStates, CaptureRequest, check_states
+from data_gen.backends.base import CaptureBackend
 from data_gen.cache.conversations import ConversationStore
 from data_gen.cache.format import (
     FLOAT8,
@@ -23,19 +27,31 @@ from data_gen.cache.format import (
     CacheIntegrityError,
     CapturedSample,
     CaptureManifest,
+    shard_name,
 )
 from data_gen.cache.writer import CaptureWriter
-from data_gen.chat import join_turn
+from data_gen.capture_rows import ROW_COLUMNS, CaptureTally, RowFailure, capture_rows, check_backend
 from data_gen.regenerate import OpenProgress, StageProgress, need_space
 from dflash2_train.config import RunConfig, absolute
-from dflash2_train.provenance import sha256_json
-from dflash2_train.taps import TAP_CONVENTION, check_taps
+from dflash2_train.provenance import (
+    atomic_write_text,
+    hash_chat_template,
+    hash_model_folder,
+    hash_tokenizer_files,
+    sha256_json,
+)
+from dflash2_train.taps import STREAM_RULE, TAP_CONVENTION, check_taps
 
 logger = logging.getLogger(__name__)
 CAPTURE = "capture"
+FAILURES_FILE = "failures.jsonl"
+# What regenerate recorded of the target's folder, and how capture reads the same.
+FOLDER_HASHES: dict[str, Callable[[Path], str | None]] = {
+    "target_hash": hash_model_folder,
+    "tokenizer_hash": hash_tokenizer_files,
+    "chat_template_hash": hash_chat_template,
+}
 TEACHER_BYTES = 4 + 2  # of one teacher entry: id and log probability
-MIN_NEXT_AGREEMENT = 0.8  # bf16 ties leave a few per cent; a wrong norm or layer leaves next to nothing
-JUDGED_SAMPLES = 16  # samples after which that share is judged
 
 
 @dataclass(kw_only=True)
@@ -49,14 +65,13 @@ class CaptureTotals:
     skipped_shards: int = 0  # there already
     seconds: float = 0.0
     start_seconds: float = 0.0
-    next_equal: int = 0  # samples whose teacher says what the engine would say next
+    failed: int = 0  # rows listed as failed, those of earlier runs included
+    tally: CaptureTally = field(default_factory=CaptureTally)
 
-
-@dataclass(kw_only=True)
-class _Shard:
-    index: int
-    requests: dict[str, CaptureRequest]  # in row order
-    samples: dict[str, CapturedSample] = field(default_factory=dict)
+    @property
+    def next_equal(self) -> int:
+        """Samples whose teacher says what the engine would say next."""
+        return self.tally.agreeing
 
 
 def token_bytes(config: RunConfig) -> int:
@@ -67,22 +82,95 @@ def token_bytes(config: RunConfig) -> int:
     return states + TEACHER_BYTES * config.data.teacher_top_k + 4 + 4 + 1
 
 
-def capture_content(config: RunConfig, conversations: dict[str, Any]) -> dict[str, Any]:
-    """Everything that shapes the cache: the conversations' settings and the capture's own."""
+def capture_content(config: RunConfig, conversations: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Everything that shapes the cache: the conversations' settings and the capture's own.
+
+    The ``capture_*`` hashes are read from the target's folder now and must equal those that the conversations were
+    made with; the trainer looks at both again.
+
+    Raises:
+        CacheIntegrityError: the folder is not that of the conversations.
+    """
     kept = {key: value for key, value in conversations.items() if key != "backend"}
+    hashes = {key: read(folder) for key, read in FOLDER_HASHES.items()}
+    changed = [key for key, value in hashes.items() if conversations.get(key, value) != value]
+    if changed:
+        raise CacheIntegrityError(
+            f"target.name={config.target.name!r}: {', '.join(changed)} of {folder} are not those of the target that "
+            "wrote the conversations. Point target.name at that folder, or regenerate into another data.root."
+        )
     return {
         **kept,
         "generated_by": conversations["backend"],
         "captured_by": config.data.backend,
         "conversations": sha256_json(conversations),
+        **{f"capture_{key}": value for key, value in hashes.items()},
+        "capture_dtype": config.target.dtype,
         "target_layer_ids": list(config.drafter.target_layer_ids),
         "tap_convention": TAP_CONVENTION,
+        "tap_streams": STREAM_RULE,
         "hidden_size": config.target.hidden_size,
         "vocab_size": config.target.vocab_size,
         "cache_dtype": config.data.store.dtype,
         "teacher_top_k": config.data.teacher_top_k,
         "teacher_norm": TEACHER_NORM,
     }
+
+
+class FailedRows:
+    """Rows that failed for good, in ``capture/failures.jsonl``: one JSON object a line."""
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / FAILURES_FILE
+        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+        try:
+            found = [RowFailure(**json.loads(line)) for line in text.splitlines()]
+        except (ValueError, TypeError) as error:
+            raise CacheIntegrityError(
+                f"{self._path}: not a list of failed rows ({error}). Remove it; the rows it named are captured again."
+            ) from error
+        self.rows = {failure.row_id: failure for failure in found}
+
+    def __contains__(self, row_id: str) -> bool:
+        return row_id in self.rows
+
+    def add(self, failure: RowFailure) -> None:
+        """List a row, on the disk before this returns."""
+        self.rows[failure.row_id] = failure
+        self._write()
+
+    def forget(self, row_ids: set[str]) -> None:
+        """Take rows off the list that are about to be tried again."""
+        if self.rows.keys() & row_ids:
+            self.rows = {name: failure for name, failure in self.rows.items() if name not in row_ids}
+            self._write()
+
+    def check(self, share: float, total: int) -> None:
+        """End the stage if too many of ``total`` rows failed.
+
+        Raises:
+            CacheIntegrityError: more than ``share`` of them; names the first causes.
+        """
+        if len(self.rows) <= share * total:
+            return
+        first = "; ".join(f"{failure.row_id}: {failure.reason}" for failure in list(self.rows.values())[:3])
+        raise CacheIntegrityError(
+            f"data.max_failed_share={share}: {len(self.rows)} of {total} conversations could not be captured, as "
+            f"{first}. All of them: {self._path}. Mend the cause and run stage=capture again."
+        )
+
+    def _write(self) -> None:
+        lines = (json.dumps(asdict(failure), ensure_ascii=False) + "\n" for failure in self.rows.values())
+        atomic_write_text(self._path, "".join(lines))
+
+
+@dataclass(kw_only=True)
+class _Plan:
+    """What is left to capture."""
+
+    shards: list[int]
+    rows: int  # kept rows of all shards, captured or not
+    tokens: int  # of the shards that are left
 
 
 def capture(config: RunConfig, folder: Path, open_progress: OpenProgress) -> CaptureTotals:
@@ -100,96 +188,111 @@ def capture(config: RunConfig, folder: Path, open_progress: OpenProgress) -> Cap
     check_taps(config.drafter.target_layer_ids, config.target.num_layers)
     root = absolute(config.data.root)
     store = ConversationStore(root)
-    content = capture_content(config, store.content())
-    writer = CaptureWriter(root / CAPTURE, CaptureManifest(content=content))
-    present = writer.existing_shards()
-    totals = CaptureTotals(skipped_shards=len(present))
-    shards = [shard for index in store.shards() if index not in present and (shard := _load(store, index)).requests]
-    if not shards:
-        return totals
-    tokens = sum(len(request.input_ids) for shard in shards for request in shard.requests.values())
-    need_space(root, tokens * token_bytes(config))
-    started = time.monotonic()
-    logger.info("starting %s to capture %d tokens", config.data.backend, tokens)
-    backend = open_capturer(config, folder)
-    totals.start_seconds = time.monotonic() - started
-    try:
-        with open_progress("captured tokens", tokens, 0) as progress:
-            _capture_all(backend, shards, writer, progress, totals)
-    finally:
-        backend.close()
+    writer = CaptureWriter(root / CAPTURE, CaptureManifest(content=capture_content(config, store.content(), folder)))
+    failures = FailedRows(root / CAPTURE)
+    plan = _plan(store, writer, failures)
+    totals = CaptureTotals(skipped_shards=len(writer.existing_shards()))
+    failures.check(config.data.max_failed_share, plan.rows)
+    if plan.shards:
+        need_space(root, plan.tokens * token_bytes(config))
+        started = time.monotonic()
+        logger.info("starting %s to capture %d tokens", config.data.backend, plan.tokens)
+        with closing(open_capturer(config, folder)) as backend:
+            check_backend(backend, config.target.vocab_size)
+            totals.start_seconds = time.monotonic() - started
+            with open_progress("captured tokens", plan.tokens, 0) as progress:
+                _Stage(config, store, writer, failures, plan, totals).run(backend, progress)
+    totals.failed = len(failures.rows)
     return totals
 
 
-def _load(store: ConversationStore, index: int) -> _Shard:
-    requests = {}
-    for row in store.read(index, ["row_id", "prompt_ids", "completion_ids", "dropped"]):
-        if row["dropped"]:
-            continue
-        requests[row["row_id"]] = CaptureRequest(
-            request_id=row["row_id"],
-            input_ids=[*row["prompt_ids"], *row["completion_ids"]],
-            first_teacher_row=len(row["prompt_ids"]) - 1,
-        )
-    return _Shard(index=index, requests=requests)
+def _kept(store: ConversationStore, index: int, columns: Sequence[str] = ROW_COLUMNS) -> list[dict[str, Any]]:
+    """Rows of a conversation shard that are to be captured, in order."""
+    return [row for row in store.read(index, [*columns, "dropped"]) if not row["dropped"]]
 
 
-def _capture_all(
-    backend: CaptureBackend,
-    shards: list[_Shard],
-    writer: CaptureWriter,
-    progress: StageProgress,
-    totals: CaptureTotals,
-) -> None:
-    place = {name: shard for shard in shards for name in shard.requests}
-    started = time.monotonic()
+def _plan(store: ConversationStore, writer: CaptureWriter, failures: FailedRows) -> _Plan:
+    """Shards that are not there. Reads one conversation shard at a time.
 
-    def beat() -> None:
-        seconds = time.monotonic() - started
-        progress.update(totals.tokens, f"{totals.tokens / max(seconds, 1e-9):.0f} tokens/s")
-
-    requests = [request for shard in shards for request in shard.requests.values()]
-    for states in backend.capture(requests, beat):
-        shard = place.pop(states.request_id)
-        request = shard.requests[states.request_id]
-        check_states(request, states)
-        sample = make_sample(request, states)
-        shard.samples[sample.sample_id] = sample
-        _count(sample, states, totals)
-        if len(shard.samples) == len(shard.requests):
-            written = writer.write_shard(shard.index, [shard.samples[name] for name in shard.requests])
-            totals.num_bytes += written.num_bytes
-            shard.samples.clear()
-        beat()
-    totals.seconds = time.monotonic() - started
-    if place:
-        raise RuntimeError(f"the engine returned no states for {len(place)} rows, as {min(place)}; run again to retry")
+    Raises:
+        CacheIntegrityError: a shard that is there lacks a kept row that is not listed as failed.
+    """
+    plan = _Plan(shards=[], rows=0, tokens=0)
+    present = writer.existing_shards()
+    for index in store.shards():
+        rows = _kept(store, index, ["row_id"] if index in present else ROW_COLUMNS)
+        plan.rows += len(rows)
+        names = {row["row_id"] for row in rows}
+        if index in present:
+            missing = [name for name in sorted(names - set(writer.sample_ids(index))) if name not in failures]
+            if missing:
+                raise CacheIntegrityError(
+                    f"{writer.root / shard_name(index)}: {len(missing)} of its conversations, as {missing[0]}, are "
+                    f"neither in it nor in {FAILURES_FILE}. Remove that file to capture the shard again."
+                )
+        elif rows:
+            failures.forget(names)
+            plan.shards.append(index)
+            plan.tokens += sum(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows)
+    return plan
 
 
-def make_sample(request: CaptureRequest, states: CapturedStates) -> CapturedSample:
-    """A cache sample of checked states."""
-    split = request.first_teacher_row + 1
-    ids, mask = join_turn(request.input_ids[:split], request.input_ids[split:])
-    return CapturedSample(
-        sample_id=request.request_id,
-        input_ids=ids,
-        loss_mask=mask,
-        tap_hidden=states.tap_hidden,
-        teacher_ids=states.teacher_ids,
-        teacher_logprobs=states.teacher_logprobs,
-        teacher_log_normaliser=states.teacher_log_normaliser,
-    )
+class _Stage:
+    """One run over the shards that are left."""
 
+    def __init__(
+        self,
+        config: RunConfig,
+        store: ConversationStore,
+        writer: CaptureWriter,
+        failures: FailedRows,
+        plan: _Plan,
+        totals: CaptureTotals,
+    ) -> None:
+        self._max_failed, self._store, self._writer = config.data.max_failed_share, store, writer
+        self._failures, self._plan, self._totals = failures, plan, totals
+        self._place: dict[str, int] = {}  # row id -> shard, of rows that are neither captured nor given up
+        self._left: Counter[int] = Counter()  # shard -> such rows
+        self._groups: defaultdict[int, list[CapturedSample]] = defaultdict(list)  # shard -> its samples so far
 
-def _count(sample: CapturedSample, states: CapturedStates, totals: CaptureTotals) -> None:
-    """Add a sample up; stop early if teacher and engine do not say the same."""
-    totals.samples += 1
-    totals.tokens += len(sample)
-    totals.supervised += int(sample.loss_mask.sum())
-    totals.next_equal += int(states.teacher_ids[-1, 0]) == states.next_id
-    if totals.samples >= JUDGED_SAMPLES and totals.next_equal < MIN_NEXT_AGREEMENT * totals.samples:
-        raise CacheIntegrityError(
-            f"the teacher's first choice equals the engine's own next token for only {totals.next_equal} of "
-            f"{totals.samples} samples: final norm or head of this target are not what data_gen assumes. "
-            "Use data.backend=hf, which takes the model's own logits."
-        )
+    def run(self, backend: CaptureBackend, progress: StageProgress) -> None:
+        """Capture, and write every shard with its last row."""
+        totals, started = self._totals, time.monotonic()
+
+        def beat() -> None:
+            seconds = time.monotonic() - started
+            progress.update(totals.tokens, f"{totals.tokens / max(seconds, 1e-9):.0f} tokens/s")
+
+        samples = capture_rows(backend, self._rows(), on_failure=self._fail, tally=totals.tally, heartbeat=beat)
+        for sample in samples:
+            self._groups[self._place[sample.sample_id]].append(sample)
+            totals.samples += 1
+            totals.tokens += len(sample)
+            totals.supervised += int(sample.loss_mask.sum())
+            self._settle(sample.sample_id)
+            beat()
+        totals.seconds = time.monotonic() - started
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        for index in self._plan.shards:
+            rows = _kept(self._store, index)
+            self._place.update((row["row_id"], index) for row in rows)
+            self._left[index] = len(rows)
+            yield from rows
+
+    def _fail(self, failure: RowFailure) -> None:
+        logger.warning("conversation %s is left out: %s", failure.row_id, failure.reason)
+        self._failures.add(failure)
+        self._failures.check(self._max_failed, self._plan.rows)
+        self._settle(failure.row_id)
+
+    def _settle(self, row_id: str) -> None:
+        """A row is captured or given up; write its shard if it was the last one."""
+        shard = self._place.pop(row_id)
+        self._left[shard] -= 1
+        if self._left[shard]:
+            return
+        del self._left[shard]
+        samples = self._groups.pop(shard, [])
+        if samples:
+            self._totals.num_bytes += self._writer.write_shard(shard, samples).num_bytes

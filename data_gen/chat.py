@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash2_train.config import ConfigError
+from dflash2_train.provenance import hash_tokenizer_files
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "tiktoken.model")
 THINKING_ARGUMENT = "enable_thinking"
 
 
@@ -58,7 +58,7 @@ class ChatRenderer:
             tokenizer=tokenizer,
             template=template,
             enable_thinking=enable_thinking,
-            tokenizer_hash=hash_files(folder),
+            tokenizer_hash=hash_tokenizer_files(folder),
             template_hash=hashlib.sha256(template.encode()).hexdigest(),
         )
 
@@ -100,16 +100,6 @@ def check_thinking(template: str, enable_thinking: bool | None) -> None:
             f"data.enable_thinking={enable_thinking}: the target's chat template never reads {THINKING_ARGUMENT}. "
             "Set data.enable_thinking=null."
         )
-
-
-def hash_files(folder: Path) -> str:
-    """Hex sha256 over the names and bytes of the tokenizer files in ``folder``."""
-    digest = hashlib.sha256()
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            digest.update(f"{name}\0".encode())
-            digest.update((folder / name).read_bytes())
-    return digest.hexdigest()
 
 
 def join_turn(prompt_ids: list[int], completion_ids: list[int]) -> tuple[Tensor, Tensor]:

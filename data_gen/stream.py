@@ -11,21 +11,22 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from data_gen.backends import open_capturer
-from data_gen.backends.base import CaptureBackend, CaptureRequest, check_states
+from data_gen.backends.base import CaptureBackend
 from data_gen.cache.conversations import ConversationStore
 from data_gen.cache.format import CacheIntegrityError, CapturedSample, CaptureManifest
 from data_gen.cache.plan import Document, RowPlan, trainable
 from data_gen.cache.ring import Ring, plan_content, ring_plan
 from data_gen.cache.segment import segment_bytes
-from data_gen.capture import capture_content, make_sample, token_bytes
+from data_gen.capture import capture_content, token_bytes
+from data_gen.capture_rows import ROW_COLUMNS, CaptureTally, RowFailure, capture_rows, check_backend
 from data_gen.ring_filler import MIB, Beat, FillTotals, RingFiller
 from dflash2_train.config import ConfigError, RunConfig, absolute
 from dflash2_train.taps import check_taps
 
 logger = logging.getLogger(__name__)
-COLUMNS = ["row_id", "prompt_ids", "completion_ids", "dropped"]
 SHARDS_IN_MEMORY = 32  # conversation shards whose ids are kept at hand; a segment's documents lie all over them
 
 
@@ -41,7 +42,7 @@ def stream(config: RunConfig, folder: Path) -> FillTotals:
         ConfigError: the budget is too small for two segments, or the disk for the budget.
     """
     check_taps(config.drafter.target_layer_ids, config.target.num_layers)
-    ring, plan, rows = open_ring(config)
+    ring, plan, rows = open_ring(config, folder)
     finished = DoneCheck(ring, config)
     if finished.at_start:
         logger.info("the training of %s is done; nothing to capture", config.train.output_dir)
@@ -51,26 +52,33 @@ def stream(config: RunConfig, folder: Path) -> FillTotals:
     logger.info("starting %s to capture into %s", config.data.backend, ring.root)
     backend = open_capturer(config, folder)
     logger.info("%s started in %.0f s", config.data.backend, time.monotonic() - started)
+    tally = CaptureTally()
     filler = RingFiller(
         ring,
         plan,
-        lambda documents, beat: capture_documents(backend, rows.requests(documents), beat),
+        lambda documents, beat: capture_documents(backend, rows.rows(documents), tally, beat),
         size_of=lambda segment: size_of(plan, segment, token_bytes(config)),
         budget=config.data.stream.budget_mib * MIB,
         stale_after_s=config.data.stream.stale_after_s,
     )
     try:
+        check_backend(backend, config.target.vocab_size)
         filler.clear_damaged()
         return filler.run(finished)
     finally:
         backend.close()
 
 
-def open_ring(config: RunConfig) -> tuple[Ring, RowPlan, ConversationRows]:
-    """The ring of ``config``, made if need be, its plan, and where the documents' tokens come from."""
+def open_ring(config: RunConfig, folder: Path) -> tuple[Ring, RowPlan, ConversationRows]:
+    """The ring of ``config``, made if need be, its plan, and where the documents' tokens come from.
+
+    Args:
+        config: the experiment.
+        folder: the target's folder.
+    """
     settings = config.data.stream
     store = ConversationStore(absolute(config.data.root))
-    manifest = CaptureManifest(content=capture_content(config, store.content()))
+    manifest = CaptureManifest(content=capture_content(config, store.content(), folder))
     rows = ConversationRows(store)
     documents = trainable(rows.documents)
     order = {"row_tokens": config.train.row_tokens, "seed": config.train.seed}
@@ -134,26 +142,27 @@ class ConversationRows:
     def __init__(self, store: ConversationStore) -> None:
         self._store = store
         self._shard_of: dict[str, int] = {}
-        self._shards: OrderedDict[int, dict[str, CaptureRequest]] = OrderedDict()
+        self._shards: OrderedDict[int, dict[str, dict[str, Any]]] = OrderedDict()
         self.documents: list[Document] = []
         for shard in store.shards():
-            for name, request in self._load(shard).items():
-                prompt = request.first_teacher_row + 1
-                tokens = len(request.input_ids)
+            for name, row in self._load(shard).items():
+                prompt, completion = len(row["prompt_ids"]), len(row["completion_ids"])
                 self._shard_of[name] = shard
-                self.documents.append(Document(sample_id=name, num_tokens=tokens, num_supervised=tokens - prompt))
+                self.documents.append(
+                    Document(sample_id=name, num_tokens=prompt + completion, num_supervised=completion)
+                )
         if not self.documents:
             raise CacheIntegrityError(f"{store.folder}: holds no conversation. Run dflash2-gen-data stage=regenerate.")
 
-    def requests(self, documents: Sequence[Document]) -> list[CaptureRequest]:
-        """What to capture for ``documents``, in their order."""
+    def rows(self, documents: Sequence[Document]) -> list[dict[str, Any]]:
+        """The rows to capture for ``documents``, in their order."""
         names = {document.sample_id for document in documents}
-        found: dict[str, CaptureRequest] = {}
+        found: dict[str, dict[str, Any]] = {}
         for shard in sorted({self._shard_of[name] for name in names}):
-            found.update((name, request) for name, request in self._shard(shard).items() if name in names)
+            found.update((name, row) for name, row in self._shard(shard).items() if name in names)
         return [found[document.sample_id] for document in documents]
 
-    def _shard(self, shard: int) -> dict[str, CaptureRequest]:
+    def _shard(self, shard: int) -> dict[str, dict[str, Any]]:
         if shard not in self._shards:
             self._shards[shard] = self._load(shard)
             if len(self._shards) > SHARDS_IN_MEMORY:
@@ -161,33 +170,25 @@ class ConversationRows:
         self._shards.move_to_end(shard)
         return self._shards[shard]
 
-    def _load(self, shard: int) -> dict[str, CaptureRequest]:
-        return {
-            row["row_id"]: CaptureRequest(
-                request_id=row["row_id"],
-                input_ids=[*row["prompt_ids"], *row["completion_ids"]],
-                first_teacher_row=len(row["prompt_ids"]) - 1,
-            )
-            for row in self._store.read(shard, COLUMNS)
-            if not row["dropped"]
-        }
+    def _load(self, shard: int) -> dict[str, dict[str, Any]]:
+        rows = self._store.read(shard, [*ROW_COLUMNS, "dropped"])
+        return {row["row_id"]: row for row in rows if not row["dropped"]}
 
 
-def capture_documents(backend: CaptureBackend, requests: Sequence[CaptureRequest], beat: Beat) -> list[CapturedSample]:
-    """Samples of ``requests``, in their order.
+def capture_documents(
+    backend: CaptureBackend, rows: Sequence[dict[str, Any]], tally: CaptureTally, beat: Beat
+) -> list[CapturedSample]:
+    """Samples of ``rows``, in their order.
 
     Raises:
-        CacheIntegrityError: the engine returned states of other tokens.
-        RuntimeError: it returned none for some request.
+        CacheIntegrityError: a row failed for good, or teacher and engine do not say the same.
     """
-    wanted = {request.request_id: request for request in requests}
-    found: dict[str, CapturedSample] = {}
-    for states in backend.capture(requests, beat):
-        request = wanted[states.request_id]
-        check_states(request, states)
-        found[states.request_id] = make_sample(request, states)
-        beat()
-    missing = wanted.keys() - found.keys()
-    if missing:
-        raise RuntimeError(f"the engine returned no states for {len(missing)} rows, as {min(missing)}; start again")
-    return [found[request.request_id] for request in requests]
+    return list(capture_rows(backend, rows, on_failure=refuse_failure, tally=tally, heartbeat=beat))
+
+
+def refuse_failure(failure: RowFailure) -> None:
+    """End the producer: the plan counts with every row, and a segment with a hole would shift all that follows."""
+    raise CacheIntegrityError(
+        f"conversation {failure.row_id}: {failure.reason}, {failure.attempts} times. Start the producer again; if it "
+        "fails for good, drop the row from the conversations or capture into a cache, which may lack rows."
+    )

@@ -211,6 +211,17 @@ def start_ranks() -> tuple[int, int]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
+def first_rank_says(flag: bool) -> bool:
+    """The first rank's ``flag``, on every rank; the others wait for it here."""
+    if torch.distributed.get_world_size() == 1:
+        return flag
+    from deepspeed.accelerator import get_accelerator
+
+    value = torch.tensor([float(flag)], device=get_accelerator().current_device_name())
+    torch.distributed.broadcast(value, src=0)
+    return bool(value.item() > 0)
+
+
 def stop_ranks() -> None:
     """Leave the process group in good order."""
     if torch.distributed.is_initialized():

@@ -31,6 +31,7 @@ RECORDED_PACKAGES = (
     "safetensors",
     "hydra-core",
 )
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "tiktoken.model")
 _READ_BYTES = 1 << 20
 
 
@@ -80,6 +81,30 @@ def hash_model_folder(folder: Path) -> str:
         digest.update(f"\0{path.name} {path.stat().st_size}\0".encode())
         digest.update(safetensors_header(path))
     return digest.hexdigest()
+
+
+def hash_tokenizer_files(folder: Path) -> str:
+    """Hex sha256 over the names and bytes of the tokenizer files in ``folder``."""
+    digest = hashlib.sha256()
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            digest.update(f"{name}\0".encode())
+            digest.update((folder / name).read_bytes())
+    return digest.hexdigest()
+
+
+def hash_chat_template(folder: Path) -> str | None:
+    """Hex sha256 of a model folder's chat template as text; None if it has no single one.
+
+    The same text that transformers takes: ``chat_template.jinja``, else the entry in ``tokenizer_config.json``.
+    """
+    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    text: Any = None
+    if file.is_file():
+        text = file.read_text(encoding="utf-8")
+    elif config.is_file():
+        text = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+    return hashlib.sha256(text.encode()).hexdigest() if isinstance(text, str) and text else None
 
 
 def fsync_path(path: Path) -> None:

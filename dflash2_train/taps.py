@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 TAP_CONVENTION = "residual stream after layer t (0-based) = Hugging Face hidden_states[t + 1]"
+STREAM_RULE = "one stream, or the mean over the completed streams of hyper-connections; before the final norm"
 
 
 def check_taps(taps: Sequence[int], num_layers: int) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dflash2_train.config import ConfigError, TargetConfig, absolute
+from dflash2_train.pretrained import load_pretrained
 from dflash2_train.provenance import hash_model_folder, safetensors_header
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def open_target_config(target: TargetConfig) -> TargetInfo:
         ConfigError: no such folder or Hub id, no or an unreadable ``config.json``, or a stated value that differs from
             the declared one, is missing, or contradicts another.
     """
-    folder = _metadata_folder(target)
+    folder = metadata_folder(target)
     raw = _read_json(folder / CONFIG_FILE)
     config, text = _transformers_configs(target, folder)
     raw_text = _raw_text_section(raw, config, text)
@@ -105,7 +106,7 @@ class TargetTensors:
 
     def __init__(self, target: TargetConfig) -> None:
         self._target = target
-        self._folder = _metadata_folder(target)
+        self._folder = metadata_folder(target)
         self._files = self._name_to_file()
 
     @property
@@ -234,17 +235,14 @@ def load_target_model(
     Raises:
         ConfigError: as :func:`open_target_config`, which is asked first.
     """
-    from transformers import AutoModelForCausalLM
-
     info = open_target_config(target)
-    source = str(absolute(target.name)) if _is_local(target) else target.name
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        source,
+    return load_pretrained(
+        str(absolute(target.name)) if _is_local(target) else target.name,
+        torch_dtype(target.dtype if dtype is None else dtype),
+        device=device,
         revision=info.revision,
-        dtype=torch_dtype(target.dtype if dtype is None else dtype),
         trust_remote_code=target.trust_remote_code,
     )
-    return model.to(device).eval().requires_grad_(False)
 
 
 def load_tokenizer(target: TargetConfig) -> PreTrainedTokenizerBase:
@@ -255,7 +253,7 @@ def load_tokenizer(target: TargetConfig) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    folder = _metadata_folder(target)
+    folder = metadata_folder(target)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(
             f"target.name={target.name!r}: {folder} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
@@ -322,7 +320,7 @@ def _is_local(target: TargetConfig) -> bool:
     return absolute(name).is_dir() or bool(target.setup) or name.startswith((".", "/", "~")) or name.count("/") != 1
 
 
-def _metadata_folder(target: TargetConfig) -> Path:
+def metadata_folder(target: TargetConfig) -> Path:
     """The folder with config and tokenizer: the local one, or the Hub cache's, fetched without weights.
 
     Raises:
@@ -405,9 +403,11 @@ def _eos_ids(layers: tuple[dict[str, Any], ...], folder: Path) -> tuple[int, ...
     return tuple(found)
 
 
-def _rope_theta(raw_text: dict[str, Any], folder: Path) -> float:
-    """The one stated base; a missing one would silently become a library's default."""
+def _rope_theta(raw_text: dict[str, Any], folder: Path) -> float | None:
+    """The one stated base; a missing one would silently become a library's default. None: no layer rotates."""
     stated = dict(_stated_thetas(raw_text))
+    if not stated and raw_text.get("qk_rope_head_dim") == 0:
+        return None
     if len(set(stated.values())) == 1:
         return next(iter(stated.values()))
     if not stated:

@@ -25,6 +25,7 @@ from dflash2_train.app import run_app
 from dflash2_train.config import ConfigError, RunConfig, UserError, absolute, to_plain
 
 if TYPE_CHECKING:
+    from dflash2_train.attest import Attestation
     from dflash2_train.checkpoint import Checkpoint
     from dflash2_train.data import PackedBatch
     from dflash2_train.metrics import MetricSums
@@ -190,6 +191,36 @@ def run_rank(config: RunConfig, output: Path, found: Checkpoint | None) -> int:
     return export_result(config) if rank == 0 else 0
 
 
+def attest_cache(config: RunConfig, output: Path, data: TrainingData, rank: int) -> Attestation | None:
+    """Put the cache through its gates on the first rank; a refused cache ends the run on every rank.
+
+    The verdicts are shown and written to ``attestation.json`` before anything is refused.
+
+    Raises:
+        CacheIntegrityError: a gate failed.
+        UserError: on the other ranks, the first one refused the cache or could not read it.
+    """
+    from dflash2_train.app import open_console
+    from dflash2_train.attest import attest
+    from dflash2_train.engine import first_rank_says
+    from dflash2_train.provenance import atomic_write_json
+
+    attested, passed = None, False
+    try:
+        if rank == 0:
+            attested = attest(data.attestable(), config)
+            open_console(stderr=True).print(attested.table())
+            atomic_write_json(output / "attestation.json", attested.to_dict())
+            passed = attested.passed
+    finally:
+        passed = first_rank_says(passed)  # also when the first rank met an error: the others must not wait for it
+    if attested is not None:
+        attested.refuse()
+    elif not passed:
+        raise UserError("the first rank refused the cache; its output names the gates that failed.")
+    return attested
+
+
 class TrainingRun:
     """Everything that lives from the first step to the last."""
 
@@ -205,7 +236,6 @@ class TrainingRun:
     ) -> None:
         import torch
 
-        from dflash2_train.attest import attest
         from dflash2_train.checkpoint import check_resumable, check_space
         from dflash2_train.engine import TrainEngine
         from dflash2_train.provenance import atomic_write_json, run_record
@@ -219,9 +249,10 @@ class TrainingRun:
         self.loader = build_loader(config, data, rank=rank, world_size=world_size)
         goal = config.train.steps * self.loader.rows_per_window
         attested = None
-        if rank == 0 and found is None:
-            data.begin(row=0, world_size=world_size, goal=goal)
-            attested = attest(data.attestable(), config.target, config.drafter, config.data)
+        if found is None:
+            if rank == 0:
+                data.begin(row=0, world_size=world_size, goal=goal)
+            attested = attest_cache(config, output, data, rank)
         self.objective = build_objective(config, None if found is not None else data.first_samples())
         self.engine = TrainEngine(self.objective, config.train)
         self.objective.frozen.to(self.engine.device, self.dtype)
@@ -237,7 +268,7 @@ class TrainingRun:
         self.engine.barrier()  # no rank reads before the first one has told where all begin
         if rank == 0:
             record = run_record(to_plain(config))
-            record["attestation"] = None if attested is None else asdict(attested)
+            record["attestation"] = None if attested is None else attested.to_dict()
             record["cache"] = data.manifest.content
             record["deepspeed"] = self.engine.deepspeed_config
             name = "run.json" if found is None else f"run.attempt{self.progress.attempt}.json"

@@ -1,16 +1,15 @@
 """What a backend does for the two stages: answer prompts, and read the target's states for known tokens.
 
 Both calls take all the work at once and yield results as they finish, in any order, so that an engine stays full
-while finished shards go to disk.
+while finished shards go to disk. Rows to capture are pulled from an iterable as there is room for them, so that the
+memory taken does not grow with their number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
-
-from data_gen.cache.format import CacheIntegrityError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +70,8 @@ class CapturedStates:
     teacher_logprobs: Tensor  # [S, k] float16
     teacher_log_normaliser: Tensor  # [S] float32
     next_id: int  # the target's own greedy choice after the last token
+    next_logprob: float  # its log probability, as the engine itself computes it
+    cached_tokens: int = 0  # tokens that the engine took from a prefix cache instead of computing them
 
 
 class GenerateBackend(Protocol):
@@ -88,8 +89,8 @@ class GenerateBackend(Protocol):
 class CaptureBackend(Protocol):
     """Reads states of the target."""
 
-    def capture(self, requests: Sequence[CaptureRequest], heartbeat: Heartbeat) -> Iterator[CapturedStates]:
-        """States of all ``requests``, as they finish."""
+    def capture(self, requests: Iterable[CaptureRequest], heartbeat: Heartbeat) -> Iterator[CapturedStates]:
+        """States of all ``requests``, as they finish; pulls requests as there is room for them."""
         ...
 
     def close(self) -> None:
@@ -97,21 +98,22 @@ class CaptureBackend(Protocol):
         ...
 
 
-def check_states(request: CaptureRequest, states: CapturedStates) -> None:
-    """Refuse states that do not belong to the request's tokens, whole and in order.
+def states_fault(request: CaptureRequest, states: CapturedStates) -> str:
+    """Why states do not belong to the request's tokens, whole and in order; empty if they do.
 
-    Raises:
-        CacheIntegrityError: other ids or another number of rows; nothing is padded or cut.
+    One rule without exception: as many rows as tokens, the last token included. Nothing is ever padded or cut.
     """
+    wanted = len(request.input_ids)
     if states.input_ids != request.input_ids:
-        raise CacheIntegrityError(
-            f"{request.request_id}: the engine returned states of other tokens ({len(states.input_ids)} ids for "
-            f"{len(request.input_ids)}). Nothing was written; report this with the engine's version."
-        )
+        return f"states of other tokens ({len(states.input_ids)} ids for {wanted})"
+    if states.cached_tokens:
+        return f"{states.cached_tokens} tokens came from the engine's prefix cache, which must be off"
     for name in ("tap_hidden", "teacher_ids", "teacher_logprobs", "teacher_log_normaliser"):
         rows = getattr(states, name).shape[0]
-        if rows != len(request.input_ids):
-            raise CacheIntegrityError(
-                f"{request.request_id}: {name} has {rows} rows for {len(request.input_ids)} tokens. "
-                "Prefix caching in the engine gives this picture; it must be off."
-            )
+        if rows != wanted:
+            return f"{name} has {rows} rows for {wanted} tokens, as prefix caching in the engine gives them"
+    if not bool(states.tap_hidden.isfinite().all()):
+        return "tap_hidden holds values that are not finite"
+    if bool((states.tap_hidden == 0).all(dim=-1).any()):
+        return "tap_hidden has rows of zeros, which the engine never filled"
+    return ""

@@ -63,6 +63,24 @@ def text_config(folder: Path) -> dict[str, Any]:
     return text
 
 
+def model_config(folder: Path) -> dict[str, Any]:
+    """The text part of the configuration with the defaults of its class filled in, as a plain dict.
+
+    Files leave out what equals a default (Gemma's cap, a tied head), so the file alone would mislead. A model type that
+    transformers does not know, or code of the model's own, is read from the file alone.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    raw = _json(folder / "config.json")
+    if raw.get("model_type") not in CONFIG_MAPPING_NAMES:
+        return {**raw, **text_config(folder)}
+    whole = AutoConfig.from_pretrained(str(folder))
+    text: dict[str, Any] = whole.get_text_config(decoder=True).to_dict()
+    text["tie_word_embeddings"] = whole.tie_word_embeddings  # a multimodal model ties at the top
+    return text
+
+
 def end_ids(folder: Path) -> list[int]:
     """Ids that end an answer, sorted: those of the generation settings and of the model's configuration.
 

@@ -3,18 +3,20 @@
 Chosen only by ``data.backend=hf``. Sampling follows the same rule as the vLLM backend (temperature, then top-k, then
 top-p) with a generator of its own for every row, so that but for rounding a row does not depend on its batch.
 
-B rows, S tokens, T taps, H hidden size, V vocabulary.
+B rows, S tokens, T taps, H hidden size, V vocabulary, k = teacher_top_k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from data_gen.backends.base import (
     CapturedStates,
@@ -24,21 +26,21 @@ from data_gen.backends.base import (
     Heartbeat,
     SamplingSettings,
 )
-from data_gen.backends.head import place_rows, top_rows
+from data_gen.backends.batches import length_batches
+from data_gen.backends.head import CHUNK_ROWS, place_rows, top_rows
 from data_gen.backends.nucleus import keep_nucleus_
 from dflash2_train.config import DataConfig, TargetConfig
-from dflash2_train.taps import hf_hidden_state_index
+from dflash2_train.pretrained import load_pretrained
+from dflash2_train.streams import TapRecorder
 
 MAX_ROWS = 16  # sequences of a batch; data.max_num_seqs where that is less
+MAX_BATCH_TOKENS = 4096  # of a batch to capture, padding included: its logits exist as a whole
 
 
 def _load(folder: Path, target: TargetConfig) -> PreTrainedModel:
     dtype = torch.bfloat16 if target.dtype == "bfloat16" else torch.float32
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype=dtype, trust_remote_code=target.trust_remote_code
-    )
-    return model.to(device).eval().requires_grad_(False)
+    return load_pretrained(folder, dtype, device=device, trust_remote_code=target.trust_remote_code)
 
 
 def choose_tokens(logits: Tensor, sampling: SamplingSettings, generators: Sequence[torch.Generator]) -> Tensor:
@@ -112,50 +114,88 @@ class HfGenerator:
         del self._model
 
 
-class HfCapturer:
-    """Reads states by plain forwards, one sequence each; see :class:`data_gen.backends.base.CaptureBackend`.
+def pads_safely(model: PreTrainedModel) -> bool:
+    """Whether padding on the right leaves the states of the tokens before it alone, rounding apart.
 
-    The teacher comes from the model's own logits. transformers' last hidden state has the final norm applied, so the
-    last layer's stream is taken from the layer itself.
+    It does under full and sliding attention. A sparse-attention indexer ranks positions, padded ones among them, and
+    breaks ties by their number; recurrent layers compute in chunks counted over the padded length. Those get batches
+    of equal lengths, which hold no padding.
+    """
+    layers = DynamicCache(config=model.config).layers
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+
+
+class HfCapturer:
+    """Reads states by plain forwards of batches of like length; see :class:`data_gen.backends.base.CaptureBackend`.
+
+    Requests are taken a shard's worth at a time, batched by length and given back in their order. Taps are what the
+    layers hand on (:class:`dflash2_train.streams.TapRecorder`); the teacher comes from the model's own logits.
     """
 
     def __init__(self, folder: Path, target: TargetConfig, data: DataConfig, taps: Sequence[int]) -> None:
         self._model = _load(folder, target)
         self._taps, self._top_k = list(taps), data.teacher_top_k
-        self._last_layer = target.num_layers - 1
-        self._last_output: Tensor | None = None
-        if self._last_layer in self._taps:
-            self._model.get_decoder().layers[-1].register_forward_hook(self._keep)
+        self._recorder = TapRecorder(self._model, self._taps)
+        self._window = data.conversations_per_shard
+        self._max_rows = min(data.max_num_seqs, MAX_ROWS)
+        self._equal_lengths = not pads_safely(self._model)
 
-    def _keep(self, _module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        self._last_output = output[0] if isinstance(output, tuple) else output
-
-    def _tap(self, states: Sequence[Tensor], tap: int) -> Tensor:
-        if tap == self._last_layer:
-            assert self._last_output is not None
-            return self._last_output[0]
-        return states[hf_hidden_state_index(tap)][0]
+    def capture(self, requests: Iterable[CaptureRequest], heartbeat: Heartbeat) -> Iterator[CapturedStates]:
+        """States of all ``requests``, in order."""
+        waiting = iter(requests)
+        while window := list(itertools.islice(waiting, self._window)):
+            batches = length_batches(
+                [len(request.input_ids) for request in window],
+                max_rows=self._max_rows,
+                max_tokens=MAX_BATCH_TOKENS,
+                equal=self._equal_lengths,
+            )
+            found: dict[int, CapturedStates] = {}
+            for batch in batches:
+                found.update(zip(batch, self._batch([window[place] for place in batch]), strict=True))
+                heartbeat()
+            for place in range(len(window)):
+                yield found.pop(place)
 
     @torch.inference_mode()
-    def capture(self, requests: Sequence[CaptureRequest], heartbeat: Heartbeat) -> Iterator[CapturedStates]:
-        """States of all ``requests``, in order."""
-        for request in requests:
-            ids = torch.tensor(request.input_ids, device=self._model.device)[None]  # [1, S]
-            output = self._model(input_ids=ids, output_hidden_states=True)
-            taps = torch.cat([self._tap(output.hidden_states, tap) for tap in self._taps], dim=-1)  # [S, T*H]
-            first, length = request.first_teacher_row, len(request.input_ids)
-            rows = place_rows(top_rows(output.logits[0, first:], self._top_k), first, length)
-            yield CapturedStates(
-                request_id=request.request_id,
-                input_ids=list(request.input_ids),
-                tap_hidden=taps.to("cpu", torch.bfloat16),
-                teacher_ids=rows[0],
-                teacher_logprobs=rows[1],
-                teacher_log_normaliser=rows[2],
-                next_id=int(output.logits[0, -1].argmax()),
+    def _batch(self, requests: list[CaptureRequest]) -> list[CapturedStates]:
+        longest = max(len(request.input_ids) for request in requests)
+        ids = torch.zeros(len(requests), longest, dtype=torch.int64)  # [B, S], padded right
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(requests):
+            ids[row, : len(request.input_ids)] = torch.tensor(request.input_ids)
+            mask[row, : len(request.input_ids)] = 1
+        device = self._model.device
+        with self._recorder:
+            output = self._model(
+                input_ids=ids.to(device),
+                # Without padding a mask says nothing, and attention without one takes the route of a single sequence.
+                attention_mask=None if bool(mask.all()) else mask.to(device),
+                use_cache=False,
             )
-            heartbeat()
+            streams = self._recorder.take()
+        taps = torch.cat([streams[tap] for tap in self._taps], dim=-1)  # [B, S, T*H]
+        return [self._states(request, taps[row], output.logits[row]) for row, request in enumerate(requests)]
+
+    def _states(self, request: CaptureRequest, taps: Tensor, logits: Tensor) -> CapturedStates:
+        """One row's part of a batch: ``taps`` [S, T*H] and ``logits`` [S, V], padding behind."""
+        first, length = request.first_teacher_row, len(request.input_ids)
+        parts = [top_rows(chunk, self._top_k) for chunk in logits[first:length].split(CHUNK_ROWS)]
+        ids, logprobs, normaliser = (torch.cat(column) for column in zip(*parts, strict=True))
+        rows = place_rows((ids, logprobs, normaliser), first, length)
+        last = logits[length - 1].float()
+        next_id = int(last.argmax())
+        return CapturedStates(
+            request_id=request.request_id,
+            input_ids=list(request.input_ids),
+            tap_hidden=taps[:length].to("cpu", torch.bfloat16),
+            teacher_ids=rows[0],
+            teacher_logprobs=rows[1],
+            teacher_log_normaliser=rows[2],
+            next_id=next_id,
+            next_logprob=float(last[next_id] - last.logsumexp(dim=-1)),
+        )
 
     def close(self) -> None:
         """Free the model."""
-        del self._model
+        del self._model, self._recorder

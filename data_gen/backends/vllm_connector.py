@@ -7,20 +7,18 @@ block like keys and values. vLLM calls the two halves of a connector at these mo
 * scheduler: ``build_connector_meta`` before the next step; sends the worker the requests to save;
 * worker: ``get_finished`` in that step; copies the rows out of the blocks, stores them and frees the request.
 
-States go through one file a request in a scratch folder, written under a temporary name and renamed: worker and
-engine may be different processes (tensor parallelism), and a file that can be seen is whole. The stock example
-connector needs CUDA streams and pinned memory; this one copies synchronously and runs on every device.
+States go through one file a request in a scratch folder (``state_files``): worker and engine may be different
+processes (tensor parallelism, of which rank 0 writes). The stock example connector needs CUDA streams and pinned
+memory; this one copies synchronously and runs on every device.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -29,6 +27,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, UniformTypeKVCacheSpecs
+
+from data_gen.backends.state_files import gather_rows, write_states
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 SCRATCH_KEY = "scratch_folder"
 STATES_FILE = "states_file"  # key under which a finished request's output names its file
-STATES, TOKENS = "states", "token_ids"
 
 
 @dataclass(frozen=True)
@@ -163,15 +162,8 @@ class TapConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _save(self, save: _Save) -> None:
         assert self._cache is not None
-        block_size = self._cache.shape[2]
-        positions = torch.arange(len(save.token_ids))
-        blocks = torch.tensor(save.block_ids)[positions // block_size]  # [S]
-        device = self._cache.device
-        rows = self._cache[blocks.to(device), :, (positions % block_size).to(device)]  # [S, slots, H]
-        path = states_file(self._scratch, save.request_id)
-        temporary = path.with_suffix(".tmp")
-        save_file({STATES: rows.contiguous().cpu(), TOKENS: torch.tensor(save.token_ids, dtype=torch.int32)}, temporary)
-        os.replace(temporary, path)
+        rows = gather_rows(self._cache, save.block_ids, len(save.token_ids))  # [S, slots, H]
+        write_states(states_file(self._scratch, save.request_id), rows, save.token_ids)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:  # noqa: ARG003

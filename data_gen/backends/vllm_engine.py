@@ -14,7 +14,7 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about f
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import torch
-from safetensors import safe_open
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
@@ -40,13 +39,15 @@ from data_gen.backends.base import (
     SamplingSettings,
 )
 from data_gen.backends.head import TeacherHead, place_rows
-from data_gen.backends.vllm_connector import SCRATCH_KEY, STATES, STATES_FILE, TOKENS
+from data_gen.backends.state_files import take_states
+from data_gen.backends.vllm_connector import SCRATCH_KEY, STATES_FILE
 from data_gen.backends.vllm_sampling import NUCLEUS_KEY
 from dflash2_train.config import DataConfig, TargetConfig
 from dflash2_train.taps import vllm_layer_id
 
 logger = logging.getLogger(__name__)
 CPU_BATCH_TOKENS = 2048  # tokens of a prefill step on a CPU; more gains nothing there
+QUEUED_PER_SEQUENCE = 4  # requests handed to the engine for each that it may run: full at every step, bounded memory
 MAX_STEPS_WITHOUT_STATES = 64  # engine steps after which states that never come are an error
 
 
@@ -180,19 +181,31 @@ class VllmCapturer:
             raise RuntimeError("vLLM switched prefix caching on; captured states would be short. Use data.backend=hf.")
         dtype = torch.bfloat16 if target.dtype == "bfloat16" else torch.float32
         self._head = TeacherHead(folder, top_k=data.teacher_top_k, dtype=dtype)
-
-    def capture(self, requests: Sequence[CaptureRequest], heartbeat: Heartbeat) -> Iterator[CapturedStates]:
-        """States of all ``requests``, as they finish."""
-        parameters = SamplingParams(
-            temperature=0.0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        self._max_queued = QUEUED_PER_SEQUENCE * data.max_num_seqs
+        self._parameters = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            logprobs=1,  # of the raw logits: what the teacher is held against
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        known = {request.request_id: request for request in requests}
-        for request in requests:
-            prompt = TokensPrompt(prompt_token_ids=request.input_ids)
-            self.engine.add_request(request.request_id, prompt, parameters.clone())
+
+    def capture(self, requests: Iterable[CaptureRequest], heartbeat: Heartbeat) -> Iterator[CapturedStates]:
+        """States of all ``requests``, as they finish."""
+        known: dict[str, CaptureRequest] = {}  # in the engine
         waiting: dict[str, RequestOutput] = {}  # finished requests whose states are not there yet
-        idle = 0
-        while self.engine.has_unfinished_requests() or waiting:
+        unasked, more, idle = iter(requests), True, 0
+        while more or known:
+            while more and len(known) < self._max_queued:
+                request = next(unasked, None)
+                if request is None:
+                    more = False
+                    break
+                known[request.request_id] = request
+                prompt = TokensPrompt(prompt_token_ids=request.input_ids)
+                self.engine.add_request(request.request_id, prompt, self._parameters.clone())
+            if not known:
+                break
             for output in self.engine.step():
                 waiting[output.request_id] = output
             ready = [name for name, output in waiting.items() if _states_path(output).exists()]
@@ -200,26 +213,27 @@ class VllmCapturer:
             if idle > MAX_STEPS_WITHOUT_STATES:
                 raise RuntimeError(f"vLLM finished {len(waiting)} requests but never handed over their states")
             for name in ready:
-                yield self._collect(known[name], waiting.pop(name))
+                yield self._collect(known.pop(name), waiting.pop(name))
             heartbeat()
 
     def _collect(self, request: CaptureRequest, output: RequestOutput) -> CapturedStates:
-        path = _states_path(output)
-        with safe_open(path, framework="pt") as file:
-            states, token_ids = file.get_tensor(STATES), file.get_tensor(TOKENS)  # [S, slots, H], [S]
-        path.unlink()
+        states, token_ids = take_states(_states_path(output))  # [S, slots, H]
         length = states.shape[0]
         taps = states[:, [self._slots.index(tap) for tap in self._taps]].reshape(length, -1)  # [S, T*H]
-        first = request.first_teacher_row
+        first = min(request.first_teacher_row, length)  # with rows missing, no teacher is asked for beyond the end
         rows = place_rows(self._head.rows(states[first:, -1]), first, length)
+        answer = output.outputs[0]
+        next_id = int(answer.token_ids[0])
         return CapturedStates(
             request_id=request.request_id,
-            input_ids=token_ids.tolist(),
+            input_ids=token_ids,
             tap_hidden=taps.to(torch.bfloat16),
             teacher_ids=rows[0],
             teacher_logprobs=rows[1],
             teacher_log_normaliser=rows[2],
-            next_id=int(output.outputs[0].token_ids[0]),
+            next_id=next_id,
+            next_logprob=answer.logprobs[0][next_id].logprob if answer.logprobs else float("nan"),
+            cached_tokens=output.num_cached_tokens or 0,
         )
 
     def close(self) -> None:

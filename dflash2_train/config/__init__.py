@@ -8,6 +8,7 @@ OmegaConf object becomes the dataclasses that the rest of the code reads.
 Enumerations are plain strings with a check, because OmegaConf's structured configs take no Literal.
 """
 
+from dflash2_train.config.attest import AttestConfig
 from dflash2_train.config.data import DataConfig
 from dflash2_train.config.drafter import LAYER_TYPES, DrafterConfig
 from dflash2_train.config.evaluate import EvalConfig
@@ -23,6 +24,7 @@ from dflash2_train.config.target import TargetConfig
 from dflash2_train.config.train import TrainConfig
 
 __all__ = [
+    "AttestConfig",
     "ConfigError",
     "DTYPES",
     "DataConfig",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
+from dflash2_train.config.attest import AttestConfig
 from dflash2_train.config.prompts import PromptSourceConfig
 from dflash2_train.config.rules import require
 from dflash2_train.config.sampling import SamplingConfig
@@ -36,8 +37,8 @@ class DataConfig:
     kv_cache_gib: float = 2.0  # vLLM on CPU: memory for its KV cache
     gpu_memory_utilization: float = 0.9  # vLLM on GPU
     store: StoreConfig = field(default_factory=StoreConfig)
-    min_attested_tokens: int = 32  # cached tokens compared with a plain forward before training
-    min_agreement: float = 0.3  # share of supervised tokens in the teacher's top-k below which training is refused
+    max_failed_share: float = 0.01  # of conversations whose answer or states could not be had; more end the stage
+    attest: AttestConfig = field(default_factory=AttestConfig)
 
     def check(self) -> None:
         require(self.backend in BACKENDS, "data.backend", self.backend, f"must be one of {BACKENDS}", "Pick one.")
@@ -53,6 +54,14 @@ class DataConfig:
             self.max_prompt_tokens > 0, "data.max_prompt_tokens", self.max_prompt_tokens, "must be positive", "Use 512."
         )
         require(self.mode in MODES, "data.mode", self.mode, f"must be one of {MODES}", "Pick one.")
+        require(
+            0.0 <= self.max_failed_share < 1.0,
+            "data.max_failed_share",
+            self.max_failed_share,
+            "must lie in [0, 1)",
+            "Use 0.01.",
+        )
         self.sampling.check()
+        self.attest.check()
         self.store.check()
         self.stream.check()

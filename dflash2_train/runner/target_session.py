@@ -1,9 +1,8 @@
 """One prompt's run of the target: its cache, its logits for the rows that matter, its tap states.
 
-The taps are read by forward hooks on the decoder layers, so that a tap is exactly the residual stream after its
-layer (``hidden_states`` of Hugging Face would give the *normalised* state for the last layer, and would keep all
-layers alive). The cache only ever grows by a forward and shrinks by :meth:`TargetSession.crop`; its length is
-checked after both, since a wrong rollback decodes on without an error.
+The taps are what the decoder layers hand on (``dflash2_train.streams``). The cache only ever grows by a forward and
+shrinks by :meth:`TargetSession.crop`; its length is checked after both, since a wrong rollback decodes on without an
+error.
 
 Supported are targets whose cache holds full attention in every layer. Sliding and recurrent layers need another
 rollback and are refused by name.
@@ -12,15 +11,15 @@ rollback and are refused by name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from dflash2_train.config import ConfigError
-from dflash2_train.taps import check_taps
+from dflash2_train.streams import TapRecorder
 
 
 class TargetRows(NamedTuple):
@@ -58,8 +57,7 @@ class TargetSession:
         self._model = model
         self._cache = make_full_attention_cache(model)
         self._taps = tuple(taps)
-        self._captured: dict[int, Tensor] = {}
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._recorder = TapRecorder(model, taps) if taps else None
 
     @property
     def length(self) -> int:
@@ -67,24 +65,13 @@ class TargetSession:
         return int(self._cache.get_seq_length())
 
     def __enter__(self) -> TargetSession:
-        layers = self._model.get_decoder().layers
-        if self._taps:
-            check_taps(self._taps, len(layers))
-        for tap in self._taps:
-            self._handles.append(layers[tap].register_forward_hook(self._capture_hook(tap)))
+        if self._recorder is not None:
+            self._recorder.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._captured.clear()
-
-    def _capture_hook(self, tap: int) -> Any:
-        def capture(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            self._captured[tap] = output if isinstance(output, Tensor) else output[0]  # [1, S, H]
-
-        return capture
+        if self._recorder is not None:
+            self._recorder.__exit__()
 
     def forward(self, ids: Tensor, *, num_logit_rows: int) -> TargetRows:
         """Run ``ids`` [S] after what the cache holds.
@@ -104,10 +91,10 @@ class TargetSession:
             logits_to_keep=num_logit_rows,
         )
         self._expect_length(before + ids.shape[0])
-        taps = [self._captured[tap][0] for tap in self._taps]  # [S, H] each
-        tap_hidden = torch.cat(taps, dim=-1) if taps else output.logits.new_empty(ids.shape[0], 0)
-        self._captured.clear()
-        return TargetRows(output.logits[0], tap_hidden)
+        if self._recorder is None:
+            return TargetRows(output.logits[0], output.logits.new_empty(ids.shape[0], 0))
+        streams = self._recorder.take()
+        return TargetRows(output.logits[0], torch.cat([streams[tap][0] for tap in self._taps], dim=-1))
 
     def crop(self, length: int) -> None:
         """Forget everything after the first ``length`` tokens."""

@@ -32,7 +32,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     config.target.name = str(root / "target")
     config.target.dtype = "float32"
     config.data.teacher_top_k = 8
-    config.data.min_agreement = 0.05
+    config.data.attest.min_agreement = 0.05
     config.train.dtype = "float32"
     config.train.steps = STEPS
     config.train.row_tokens = 64
@@ -112,7 +112,7 @@ def test_training_lowers_the_loss_and_exports_a_drafter(straight: RunConfig) -> 
     assert losses[-1] < losses[0]
     assert (Path(straight.export.output_dir) / "mask_embedding.pt").exists()
     record = json.loads((Path(straight.train.output_dir) / "run.json").read_text())
-    assert record["attestation"]["tokens"] >= straight.data.min_attested_tokens
+    assert record["attestation"]["tokens"] >= straight.data.attest.tokens
 
 
 def test_a_killed_run_resumed_equals_the_uninterrupted_one_bit_for_bit(
@@ -195,6 +195,16 @@ def test_a_cache_of_other_taps_is_refused_with_the_difference(base: RunConfig, t
     config.drafter.target_layer_ids = [0, 1, 4]
     output = run(config, expect=2)
     assert "target_layer_ids: [0, 2, 4] -> [0, 1, 4]" in output
+
+
+def test_a_refused_cache_ends_every_rank_and_leaves_its_verdicts(base: RunConfig, tmp_path: Path) -> None:
+    config = variant(base, tmp_path)
+    config.data.attest.min_agreement = 1.0
+    output = run(config, ranks=2, expect=2)
+    assert "labels: all" in output
+    assert "the first rank refused the cache" in output
+    assert json.loads((Path(config.train.output_dir) / "attestation.json").read_text())["passed"] is False
+    assert not (Path(config.train.output_dir) / "run.json").exists()
 
 
 def test_steps_with_a_non_finite_loss_are_dropped_named_and_end_the_run_after_a_few(

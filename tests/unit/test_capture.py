@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,14 @@ from data_gen.backends.base import (
     Heartbeat,
     SamplingSettings,
 )
-from data_gen.backends.head import TeacherHead, place_rows
+from data_gen.backends.head import load_head, place_rows
 from data_gen.backends.hf import HfCapturer, HfGenerator, choose_tokens
 from data_gen.cache.conversations import ConversationStore
 from data_gen.cache.format import CacheIntegrityError
 from data_gen.cache.reader import CaptureReader
+from data_gen.capture_rows import CaptureTally, capture_rows
 from dflash2_train.config import RunConfig, TargetConfig
+from dflash2_train.provenance import hash_tokenizer_files
 from tests.toy_target import END, WORDS, write_model
 
 LAYERS, HIDDEN, TOP_K = 4, 128, 20
@@ -65,46 +69,8 @@ def config(tiny_config: RunConfig, folder: Path) -> RunConfig:
     return dataclasses.replace(tiny_config, target=target, drafter=drafter, data=data)
 
 
-def reference(folder: Path) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Streams after every layer, by hooks, and logits [S, V] of a plain forward."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    streams: list[torch.Tensor] = []
-    for layer in model.model.layers:
-        layer.register_forward_hook(
-            lambda _module, _inputs, output: streams.append(output[0] if isinstance(output, tuple) else output)
-        )
-    with torch.inference_mode():
-        logits = model(torch.tensor([IDS])).logits[0]
-    return [stream.reshape(len(IDS), HIDDEN) for stream in streams], logits
-
-
-def request(name: str = "a", ids: Sequence[int] = IDS) -> CaptureRequest:
-    return CaptureRequest(request_id=name, input_ids=list(ids), first_teacher_row=PROMPT - 1)
-
-
 def beat() -> None:
     pass
-
-
-def test_plain_capture_gives_the_stream_after_each_tapped_layer(folder: Path, config: RunConfig) -> None:
-    (states,) = HfCapturer(folder, config.target, config.data, TAPS).capture([request()], beat)
-    streams, _ = reference(folder)
-    expected = torch.cat([streams[tap] for tap in TAPS], dim=-1)
-    assert torch.equal(states.tap_hidden, expected.bfloat16())
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_teacher_rows_of_the_last_stream_equal_the_models_logits(tmp_path: Path, tied: bool) -> None:
-    """Final norm once, weights far from 1: a norm too few or too many would show."""
-    write_model(tmp_path, tied=tied)
-    streams, logits = reference(tmp_path)
-    ids, logprobs, normaliser = TeacherHead(tmp_path, top_k=TOP_K, dtype=torch.float32).rows(streams[-1])
-    expected = logits.log_softmax(dim=-1).topk(TOP_K)
-    assert torch.equal(ids.long(), expected.indices)
-    torch.testing.assert_close(logprobs.float(), expected.values, atol=5e-3, rtol=2e-3)
-    torch.testing.assert_close(normaliser, logits.logsumexp(dim=-1), atol=1e-4, rtol=1e-5)
 
 
 def test_teacher_rows_stand_where_a_completion_token_is_read_or_predicted() -> None:
@@ -112,6 +78,18 @@ def test_teacher_rows_stand_where_a_completion_token_is_read_or_predicted() -> N
     ids, logprobs, normaliser = place_rows(full, first=3, length=8)
     assert ids[:3].eq(0).all() and normaliser[:3].eq(0).all() and logprobs[:3].eq(-torch.inf).all()
     assert ids[3:].eq(1).all() and normaliser[3:].eq(1).all()
+
+
+def test_a_head_that_should_be_stored_is_never_replaced_by_the_embedding(tmp_path: Path) -> None:
+    """Untied without a stored head: refused. Tied: the embedding, even where a head lies beside it."""
+    from safetensors.torch import save_file
+
+    tables = {"model.embed_tokens.weight": torch.zeros(3, 2), "lm_head.weight": torch.ones(3, 2)}
+    save_file(tables, tmp_path / "model.safetensors")
+    assert [float(load_head(tmp_path, tied)[0, 0]) for tied in (True, False, None)] == [0.0, 1.0, 1.0]
+    save_file({"model.embed_tokens.weight": torch.zeros(3, 2)}, tmp_path / "model.safetensors")
+    assert load_head(tmp_path, False) is None
+    assert load_head(tmp_path, None) is not None
 
 
 def write_conversations(config: RunConfig, rows: int = 5) -> ConversationStore:
@@ -188,48 +166,151 @@ def test_capture_without_conversations_says_what_to_run(config: RunConfig, folde
 
 
 class Faulty:
-    """A backend whose states are spoiled by ``spoil``."""
+    """A backend that spoils the states of ``row`` by ``spoil`` (None: never answers), the first ``times`` times."""
 
-    def __init__(self, inner: HfCapturer, spoil: dict[str, Any]) -> None:
-        self.inner, self.spoil = inner, spoil
+    def __init__(self, inner: HfCapturer, spoil: Callable[[CapturedStates], CapturedStates | None], row: str) -> None:
+        self.inner, self.spoil, self.row, self.times = inner, spoil, row, 99
+        self.asked: list[str] = []
 
-    def capture(self, requests: Sequence[CaptureRequest], heartbeat: Heartbeat) -> Iterator[CapturedStates]:
-        for states in self.inner.capture(requests, heartbeat):
-            yield dataclasses.replace(states, **{name: change(states) for name, change in self.spoil.items()})
+    def capture(self, requests: Iterable[CaptureRequest], heartbeat: Heartbeat) -> Iterator[CapturedStates]:
+        def noted() -> Iterator[CaptureRequest]:
+            for request in requests:
+                self.asked.append(request.request_id)
+                yield request
+
+        for states in self.inner.capture(noted(), heartbeat):
+            if self.row not in states.request_id or self.times == 0:
+                yield states
+                continue
+            self.times -= 1
+            spoiled = self.spoil(states)
+            if spoiled is not None:
+                yield spoiled
 
     def close(self) -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        ({"tap_hidden": lambda states: states.tap_hidden[3:]}, "Prefix caching"),
-        ({"tap_hidden": lambda states: states.tap_hidden[1:]}, "Prefix caching"),
-        ({"input_ids": lambda states: states.input_ids[::-1]}, "other tokens"),
-        ({"input_ids": lambda states: states.input_ids[:-1]}, "other tokens"),
-    ],
-)
-def test_states_that_do_not_belong_to_the_tokens_stop_the_stage(
-    config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch, spoil: dict[str, Any], message: str
+SPOILS: dict[str, tuple[Callable[[CapturedStates], CapturedStates | None], str]] = {
+    "many rows too few": (lambda states: replace(states, tap_hidden=states.tap_hidden[6:]), "tap_hidden has 3 rows"),
+    "one row too few": (lambda states: replace(states, tap_hidden=states.tap_hidden[:-1]), "tap_hidden has 8 rows"),
+    "other tokens": (lambda states: replace(states, input_ids=states.input_ids[::-1]), "states of other tokens"),
+    "one id too few": (lambda states: replace(states, input_ids=states.input_ids[:-1]), "states of other tokens"),
+    "a prefix hit": (lambda states: replace(states, cached_tokens=4), "prefix cache"),
+    "values not finite": (lambda states: replace(states, tap_hidden=states.tap_hidden / 0), "not finite"),
+    "zero rows": (lambda states: replace(states, tap_hidden=states.tap_hidden * 0), "zeros"),
+    "no answer": (lambda _: None, "no states"),
+}
+
+
+def faulty(config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch, spoil: str, row: str) -> Faulty:
+    backend = Faulty(HfCapturer(folder, config.target, config.data, TAPS), SPOILS[spoil][0], row)
+    monkeypatch.setattr(stage, "open_capturer", lambda *_: backend)
+    return backend
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_states_that_do_not_belong_to_the_tokens_are_asked_for_once_more(
+    config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch, spoil: str
 ) -> None:
     write_conversations(config)
-    inner = HfCapturer(folder, config.target, config.data, TAPS)
-    monkeypatch.setattr(stage, "open_capturer", lambda *_: Faulty(inner, spoil))
-    with pytest.raises(CacheIntegrityError, match=message):
+    backend = faulty(config, folder, monkeypatch, spoil, "p3-0")
+    backend.times = 1
+    totals = run(config, folder)
+    assert backend.asked.count("p3-0") == backend.asked.count("p3-0#2") == 1, "through a fresh request"
+    assert (totals.samples, totals.tally.retried, totals.tally.failed) == (4, 1, 0)
+    assert sum(totals.tally.faults.values()) == 1
+    assert SPOILS[spoil][1] in next(iter(totals.tally.faults))
+    reader = CaptureReader(Path(config.data.root) / "capture")
+    assert [row.sample_id for row in reader.index] == ["p0-0", "p2-0", "p3-0", "p4-0"]
+
+
+@pytest.mark.parametrize("spoil", ["one row too few", "no answer"])
+def test_a_row_that_fails_twice_is_listed_and_left_out_of_a_whole_shard(
+    config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch, spoil: str
+) -> None:
+    config.data.max_failed_share = 0.5
+    write_conversations(config)
+    faulty(config, folder, monkeypatch, spoil, "p3-0")
+    totals = run(config, folder)
+    root = Path(config.data.root) / "capture"
+    assert [row.sample_id for row in CaptureReader(root).index] == ["p0-0", "p2-0", "p4-0"]
+    (line,) = (root / "failures.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert (record["row_id"], record["attempts"], totals.failed) == ("p3-0", 2, 1)
+    assert SPOILS[spoil][1] in record["reason"]
+    monkeypatch.setattr(stage, "open_capturer", lambda *_: pytest.fail("an engine was started"))
+    assert run(config, folder).failed == 1, "a listed row is not asked for again"
+    next(root.glob("shard-00001*")).unlink()
+    monkeypatch.undo()
+    again = run(config, folder)
+    assert (again.samples, again.failed) == (2, 0), "with its shard gone the row is tried again"
+
+
+def test_more_failed_rows_than_the_limit_end_the_stage_and_leave_no_partial_shard(
+    config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_conversations(config)
+    faulty(config, folder, monkeypatch, "one row too few", "-0")
+    with pytest.raises(CacheIntegrityError, match=r"max_failed_share=0.01: 1 of 4 .* as p0-0: tap_hidden has 8 rows"):
         run(config, folder)
     assert not list((Path(config.data.root) / "capture").glob("shard-*"))
 
 
-def test_a_teacher_that_contradicts_the_engine_stops_the_stage(
-    config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_shard_that_lacks_a_conversation_is_not_taken_for_done(config: RunConfig, folder: Path) -> None:
+    store = write_conversations(config)
+    run(config, folder)
+    rows = store.read(1)
+    rows[0]["row_id"] = "new-0"
+    store.write(1, rows)
+    with pytest.raises(CacheIntegrityError, match="shard-00001.*as new-0"):
+        run(config, folder)
+
+
+def test_a_target_that_did_not_write_the_conversations_is_refused(config: RunConfig, folder: Path) -> None:
+    store = write_conversations(config)
+    content = {**store.content(), "target_hash": "0" * 64, "tokenizer_hash": hash_tokenizer_files(folder)}
+    with pytest.raises(CacheIntegrityError, match="target_hash of"):
+        stage.capture_content(config, content, folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda states: replace(states, next_id=(states.next_id + 1) % 96), id="another first choice"),
+        pytest.param(lambda states: replace(states, next_logprob=states.next_logprob - 0.7), id="a missing scale"),
+    ],
+)
+def test_a_teacher_that_contradicts_the_engine_ends_the_stage_before_any_work(
+    config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[CapturedStates], CapturedStates]
 ) -> None:
-    write_conversations(config, rows=stage.JUDGED_SAMPLES + 2)
-    inner = HfCapturer(folder, config.target, config.data, TAPS)
-    shifted = {"next_id": lambda states: states.next_id + 1}
-    monkeypatch.setattr(stage, "open_capturer", lambda *_: Faulty(inner, shifted))
+    write_conversations(config)
+    backend = Faulty(HfCapturer(folder, config.target, config.data, TAPS), change, "")
+    monkeypatch.setattr(stage, "open_capturer", lambda *_: backend)
     with pytest.raises(CacheIntegrityError, match="final norm"):
         run(config, folder)
+    assert all(name.startswith("probe") for name in backend.asked)
+
+
+class Shuffled(Faulty):
+    """Gives states back in another order, as an engine does."""
+
+    def capture(self, requests: Iterable[CaptureRequest], heartbeat: Heartbeat) -> Iterator[CapturedStates]:
+        yield from sorted(self.inner.capture(requests, heartbeat), key=lambda states: states.request_id, reverse=True)
+
+
+def test_rows_come_back_in_their_order_whatever_the_engines_order_is(config: RunConfig, folder: Path) -> None:
+    backend = Shuffled(HfCapturer(folder, config.target, config.data, TAPS), lambda states: states, "")
+    tally = CaptureTally()
+    samples = capture_rows(backend, [make_row(n) for n in (3, 1, 2)], on_failure=lambda _: None, tally=tally)
+    assert [sample.sample_id for sample in samples] == ["p3-0", "p1-0", "p2-0"]
+    assert (tally.samples, tally.agreeing) == (3, 3)
+
+
+def test_the_same_row_twice_is_refused(config: RunConfig, folder: Path) -> None:
+    backend = HfCapturer(folder, config.target, config.data, TAPS)
+    with pytest.raises(ValueError, match="unique"):
+        list(capture_rows(backend, [make_row(1), make_row(1)], on_failure=lambda _: None))
 
 
 def settings(**changes: Any) -> SamplingSettings:

@@ -15,6 +15,7 @@ from transformers import Gemma3Config, Gemma3TextConfig, GenerationConfig, Llama
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from dflash2_train.config import ConfigError, TargetConfig
+from dflash2_train.pretrained import model_class
 from dflash2_train.target import (
     FrozenHead,
     TargetTensors,
@@ -22,6 +23,9 @@ from dflash2_train.target import (
     load_tokenizer,
     open_target_config,
 )
+from tests.architectures import HIDDEN, write_architecture
+from tests.architectures import LAYERS as NUM_LAYERS
+from tests.toy_target import WORDS
 
 H, LAYERS, V = 8, 2, 24
 THETA = 54_321.0
@@ -140,6 +144,25 @@ def test_a_legacy_rope_theta_is_read(tmp_path: Path) -> None:
     save_target(tmp_path)
     edit(tmp_path / "config.json", rope_parameters=..., rope_theta=777.0)
     assert open_target_config(declared(tmp_path)).rope_theta == 777.0
+
+
+def test_a_target_without_rotation_needs_no_rope_theta(tmp_path: Path) -> None:
+    """GLM-5.3-Flash rotates nothing and is built by a multimodal class; both must not stand in its way."""
+    write_architecture(tmp_path, "glm5_next")
+    target = declared(tmp_path, hidden_size=HIDDEN, num_layers=NUM_LAYERS, vocab_size=len(WORDS))
+    info = open_target_config(target)
+    assert (info.rope_theta, info.num_layers, info.tie_word_embeddings) == (None, NUM_LAYERS, False)
+    model = load_target_model(target, "float32")
+    assert model(torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, len(WORDS))
+    frozen = FrozenHead.load(target, dtype="float32")
+    assert frozen.head.shape == (len(WORDS), HIDDEN) and frozen.final_norm_weight is not None
+
+
+def test_a_model_type_that_transformers_cannot_build_is_refused() -> None:
+    from transformers import T5Config
+
+    with pytest.raises(ConfigError, match="model_type='t5'"):
+        model_class(T5Config())
 
 
 def test_a_missing_or_contradictory_rope_theta_is_refused(tmp_path: Path) -> None:

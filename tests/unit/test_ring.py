@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import json
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from data_gen.cache import claims as claims_module
 from data_gen.cache import shard_file
 from data_gen.cache.claims import Claim
 from data_gen.cache.format import CacheIntegrityError, CapturedSample
@@ -21,9 +24,10 @@ from data_gen.cache.plan import Document, RowPlan
 from data_gen.cache.ring import Ring, ring_plan
 from data_gen.cache.segment import SegmentReader
 from data_gen.ring_filler import Beat, RingFiller, Work, next_work
+from dflash2_train import ring_rows
 from dflash2_train.config import StreamConfig, UserError
 from dflash2_train.data import WindowLoader
-from dflash2_train.ring_rows import RingRows, WaitStopped, wait_for_ring
+from dflash2_train.ring_rows import Patience, RingRows, WaitStopped, wait_for_ring
 from tests.ring_cases import (
     MANIFEST,
     ROW_TOKENS,
@@ -81,6 +85,27 @@ def same_windows(found: WindowLoader, expected: WindowLoader, windows: int) -> N
             for name, value in vars(one).items():
                 wanted = getattr(other, name)
                 assert torch.equal(value, wanted) if isinstance(value, torch.Tensor) else value == wanted
+
+
+class Clock:
+    """Time that passes only when told to, or slept through."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock by which claims are judged."""
+    clock = Clock()
+    monkeypatch.setattr(claims_module, "time", clock)
+    return clock
 
 
 class Producers:
@@ -277,18 +302,31 @@ def test_a_wait_names_the_producer_that_has_the_segment(ring: Ring, plan: RowPla
         rows_of(ring, plan, timeout_s=0.15).read(plan.row(0))
 
 
-def test_signs_of_life_of_a_producer_keep_a_waiting_trainer_patient(ring: Ring, plan: RowPlan) -> None:
-    filler = make_filler(ring, plan, budget=10**9)
+def test_signs_of_life_of_a_producer_keep_a_waiting_trainer_patient(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_rows, "time", clock)
+    patience = Patience("a segment", timeout_s=10, give_up=lambda: False)
+    for look in range(1000):
+        patience.pause(look // 90, lambda: "nothing")  # a sign every 9 seconds
+    with pytest.raises(UserError, match=r"timeout_s=10 s while waiting for a segment: nothing"):
+        for _ in range(150):
+            patience.pause("the last sign", lambda: "nothing")
 
-    def slow(documents: Sequence[Document], beat: Beat) -> list[CapturedSample]:
-        for _ in range(6):
-            time.sleep(0.1)
-            (ring.claims / "segment-00000000.0000").touch()
-        return capture(documents, beat)
 
-    filler._capture = slow
-    with Producers([filler]):
-        assert rows_of(ring, plan, timeout_s=0.35).read(plan.row(0))
+def test_a_touched_claim_and_a_new_segment_are_signs_of_life(ring: Ring, plan: RowPlan) -> None:
+    filler, rows = make_filler(ring, plan, budget=10**9), rows_of(ring, plan)
+    signs = [rows._sign()]
+    claim = filler.claims.take(7, 10)
+    assert claim is not None
+    signs.append(rows._sign())
+    os.utime(ring.claims / "segment-00000007.0000", (1, 1))
+    signs.append(rows._sign())
+    filler.claims.release(claim)
+    assert filler.fill_next()
+    signs.append(rows._sign())
+    assert all(one != other for one, other in itertools.pairwise(signs))
+    assert rows._sign() == signs[-1]
 
 
 def test_a_trainer_asked_to_stop_stops_waiting(ring: Ring, plan: RowPlan) -> None:
@@ -318,14 +356,14 @@ def test_producers_side_by_side_capture_every_segment_once(ring: Ring, plan: Row
     assert list(ring.claims.iterdir()) == []
 
 
-def test_what_a_dead_producer_began_is_cleared_and_made_by_another(ring: Ring, plan: RowPlan) -> None:
+def test_what_a_dead_producer_began_is_cleared_and_made_by_another(ring: Ring, plan: RowPlan, clock: Clock) -> None:
     dead = Claim(segment=0, generation=0, host="far", pid=1, token="dead", num_bytes=size_of(plan, 0))
     (ring.claims / "segment-00000000.0000").write_text(json.dumps(vars(dead)))
     ring.temporary_path(0, "dead").write_bytes(b"half")
-    filler = make_filler(ring, plan, budget=10**9, stale_after_s=0.05)
+    filler = make_filler(ring, plan, budget=10**9)
     assert filler.fill_next()
     assert sorted(ring.segments()) == [1], "while it may be alive, others go on with the next segment"
-    time.sleep(0.06)
+    clock.now += 61
     assert filler.fill_next()
     assert sorted(ring.segments()) == [0, 1]
     assert filler.totals.taken_over == 1
@@ -348,13 +386,13 @@ def test_a_producer_that_was_only_slow_drops_its_work_when_it_was_taken_over(rin
     assert other.claims.newest()[0].token == other.claims.token
 
 
-def test_a_claim_left_behind_all_trainers_no_longer_reserves_room(ring: Ring, plan: RowPlan) -> None:
+def test_a_claim_left_behind_all_trainers_no_longer_reserves_room(ring: Ring, plan: RowPlan, clock: Clock) -> None:
     dead = Claim(segment=0, generation=0, host="far", pid=1, token="dead", num_bytes=10**9)
     (ring.claims / "segment-00000000.0000").write_text(json.dumps(vars(dead)))
     ring.begin(row=plan.first_row_of(2), world_size=1, goal=10**6)
-    filler = make_filler(ring, plan, budget=10**9, stale_after_s=0.05)
+    filler = make_filler(ring, plan, budget=10**9)
     assert not filler.fill_next()
-    time.sleep(0.06)
+    clock.now += 61
     assert filler.fill_next()
 
 

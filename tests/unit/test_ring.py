@@ -29,6 +29,7 @@ from dflash2_train.config import StreamConfig, UserError
 from dflash2_train.data import WindowLoader
 from dflash2_train.ring_rows import Patience, RingRows, WaitStopped, wait_for_ring
 from tests.ring_cases import (
+    HIDDEN,
     MANIFEST,
     ROW_TOKENS,
     SEED,
@@ -85,6 +86,11 @@ def same_windows(found: WindowLoader, expected: WindowLoader, windows: int) -> N
             for name, value in vars(one).items():
                 wanted = getattr(other, name)
                 assert torch.equal(value, wanted) if isinstance(value, torch.Tensor) else value == wanted
+
+
+def room_for(plan: RowPlan, number: int) -> torch.Tensor:
+    tokens = sum(document.num_tokens for document in plan.row(number).documents)
+    return torch.empty(tokens, HIDDEN, dtype=torch.bfloat16)
 
 
 class Clock:
@@ -281,13 +287,13 @@ def test_the_slowest_rank_decides_what_is_behind(ring: Ring, plan: RowPlan) -> N
 
 def test_a_trainer_waits_for_its_segment_and_says_why_when_no_producer_comes(ring: Ring, plan: RowPlan) -> None:
     with pytest.raises(UserError, match=r"segment 0 of the ring.*no producer is at work.*stage=stream"):
-        rows_of(ring, plan, timeout_s=0.15).read(plan.row(0))
+        rows_of(ring, plan, timeout_s=0.15).read(plan.row(0), room_for(plan, 0))
 
 
 def test_a_wait_names_the_producer_that_has_the_segment(ring: Ring, plan: RowPlan) -> None:
     make_filler(ring, plan, budget=10**9).claims.take(0, 10)
     with pytest.raises(UserError, match=r"process \d+ of .* captures it"):
-        rows_of(ring, plan, timeout_s=0.15).read(plan.row(0))
+        rows_of(ring, plan, timeout_s=0.15).read(plan.row(0), room_for(plan, 0))
 
 
 def test_signs_of_life_of_a_producer_keep_a_waiting_trainer_patient(

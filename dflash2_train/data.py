@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from data_gen.cache.format import CapturedSample, IndexRow
+from data_gen.cache.format import CapturedSample, CaptureManifest, IndexRow
 from data_gen.cache.plan import PlannedRow, RowPlan
 from dflash2_train.blocks import draw_anchors
 
@@ -36,7 +36,7 @@ class PackedBatch:
     sample_ids: list[list[str]]  # documents of each row
 
     def pinned(self) -> PackedBatch:
-        """All tensors in page-locked memory, from where a copy to the GPU runs beside other work."""
+        """All tensors in page-locked memory; those that are there already stay."""
         pinned: dict[str, Any] = {}
         for name, value in self.__dict__.items():
             if isinstance(value, Tensor):
@@ -56,8 +56,16 @@ class PackedBatch:
 class RowSource(Protocol):
     """Where the samples of planned rows come from."""
 
-    def read(self, row: PlannedRow) -> list[CapturedSample]:
-        """Samples of a row, in order; may wait for them."""
+    width: int  # T*H, features of a token's tap states
+
+    def read(self, row: PlannedRow, states: Tensor) -> list[CapturedSample]:
+        """Samples of a row, in order; may wait for them.
+
+        Args:
+            row: which documents.
+            states: [N, T*H] bf16 for the row's N tokens; filled, and the samples' ``tap_hidden`` are parts of it. So
+                the one large tensor goes from the disk into its batch without a stop.
+        """
         ...
 
     def passed(self, number: int) -> None:
@@ -67,6 +75,8 @@ class RowSource(Protocol):
 
 class SampleReader(Protocol):
     """What :class:`CachedRows` needs of a cache reader."""
+
+    manifest: CaptureManifest
 
     @property
     def index(self) -> Sequence[IndexRow]: ...
@@ -79,22 +89,39 @@ class CachedRows:
 
     def __init__(self, reader: SampleReader) -> None:
         self._reader = reader
+        content = reader.manifest.content
+        self.width = len(content["target_layer_ids"]) * content["hidden_size"]
         self._place = {entry.sample_id: place for place, entry in enumerate(reader.index)}
 
     def sample(self, sample_id: str) -> CapturedSample:
         """One sample by id."""
         return self._reader.read(self._place[sample_id])
 
-    def read(self, row: PlannedRow) -> list[CapturedSample]:
-        """Samples of a row, in order."""
-        return [self.sample(document.sample_id) for document in row.documents]
+    def read(self, row: PlannedRow, states: Tensor) -> list[CapturedSample]:
+        """Samples of a row, in order, their states in ``states``."""
+        samples = []
+        for document, part in zip(row.documents, split_states(row, states), strict=True):
+            sample = self.sample(document.sample_id)
+            part.copy_(sample.tap_hidden)
+            samples.append(replace(sample, tap_hidden=part))
+        return samples
 
     def passed(self, number: int) -> None:
         """Nothing is released: the cache stays."""
 
 
+def split_states(row: PlannedRow, states: Tensor) -> tuple[Tensor, ...]:
+    """The parts of a row's ``states`` [N, T*H] that belong to its documents."""
+    return states.split([document.num_tokens for document in row.documents])
+
+
 def collate(
-    rows: Sequence[Sequence[CapturedSample]], *, anchors_per_document: int, seed: int, epochs: Sequence[int]
+    rows: Sequence[Sequence[CapturedSample]],
+    *,
+    anchors_per_document: int,
+    seed: int,
+    epochs: Sequence[int],
+    tap_hidden: Tensor | None = None,
 ) -> PackedBatch:
     """Pack rows of samples into one padded batch and draw every document's anchors.
 
@@ -103,16 +130,21 @@ def collate(
         anchors_per_document: at most so many anchors a document.
         seed: with epoch and sample id it fixes the draw.
         epochs: one entry a row.
+        tap_hidden: [B, S, T*H], if the states are in their places already.
     """
     length = max(sum(len(sample.input_ids) for sample in row) for row in rows)
     first = rows[0][0]
-    width, top_k = first.tap_hidden.shape[1], first.teacher_ids.shape[1]
+    top_k = first.teacher_ids.shape[1]
     shape = (len(rows), length)
+    if tap_hidden is None:
+        tap_hidden = torch.zeros((*shape, first.tap_hidden.shape[1]), dtype=first.tap_hidden.dtype)
+        for b, row in enumerate(rows):
+            states = torch.cat([sample.tap_hidden for sample in row])
+            tap_hidden[b, : len(states)] = states
     input_ids = torch.zeros(shape, dtype=torch.int64)
     loss_mask = torch.zeros(shape, dtype=torch.bool)
     position_ids = torch.zeros(shape, dtype=torch.int64)
     document_ids = torch.full(shape, -1, dtype=torch.int64)
-    tap_hidden = torch.zeros((*shape, width), dtype=first.tap_hidden.dtype)
     teacher_ids = torch.zeros((*shape, top_k), dtype=torch.int64)
     teacher_logprobs = torch.full((*shape, top_k), float("-inf"), dtype=torch.float32)
     anchors: list[Tensor] = []
@@ -126,7 +158,6 @@ def collate(
             loss_mask[b, span] = sample.loss_mask
             position_ids[b, span] = torch.arange(size)
             document_ids[b, span] = d
-            tap_hidden[b, span] = sample.tap_hidden
             teacher_ids[b, span] = sample.teacher_ids.to(torch.int64)
             teacher_logprobs[b, span] = sample.teacher_logprobs.to(torch.float32)
             draw = draw_anchors(
@@ -163,6 +194,7 @@ class WindowLoader:
         plan: the endless list of rows.
         rows, accumulation, anchors_per_document, seed: as in ``train.*``.
         rank, world_size: this process among all.
+        pin: batches in page-locked memory, from where a copy to the GPU runs beside other work.
     """
 
     def __init__(
@@ -176,8 +208,9 @@ class WindowLoader:
         seed: int,
         rank: int = 0,
         world_size: int = 1,
+        pin: bool = False,
     ) -> None:
-        self._source, self._plan = source, plan
+        self._source, self._plan, self._pin = source, plan, pin
         self._rows, self._accumulation = rows, accumulation
         self._anchors, self._seed = anchors_per_document, seed
         self._rank, self._world_size = rank, world_size
@@ -200,13 +233,23 @@ class WindowLoader:
         for micro in range(self._accumulation):
             start = rows_consumed + (micro * self._world_size + self._rank) * self._rows
             planned = [self._plan.row(number) for number in range(start, start + self._rows)]
-            batches.append(
-                collate(
-                    [self._source.read(row) for row in planned],
-                    anchors_per_document=self._anchors,
-                    seed=self._seed,
-                    epochs=[row.draw for row in planned],
-                )
-            )
+            batches.append(self._batch(planned))
             self._source.passed(start + self._rows * self._world_size)
         return batches
+
+    def _batch(self, planned: Sequence[PlannedRow]) -> PackedBatch:
+        lengths = [sum(document.num_tokens for document in row.documents) for row in planned]
+        shape = (len(planned), max(lengths), self._source.width)
+        tap_hidden = torch.empty(shape, dtype=torch.bfloat16, pin_memory=self._pin)
+        rows = []
+        for row, length, states in zip(planned, lengths, tap_hidden, strict=True):
+            rows.append(self._source.read(row, states[:length]))
+            states[length:] = 0
+        batch = collate(
+            rows,
+            anchors_per_document=self._anchors,
+            seed=self._seed,
+            epochs=[row.draw for row in planned],
+            tap_hidden=tap_hidden,
+        )
+        return batch.pinned() if self._pin else batch

@@ -22,14 +22,11 @@ class Prefetcher:
         start: rows consumed before the first one.
         windows: how many there will be; none beyond is read.
         depth: windows ahead at most.
-        pin: hand them out in page-locked memory.
         closing: set at the end, so that a source that waits for data gives up.
     """
 
-    def __init__(
-        self, loader: WindowLoader, *, start: int, windows: int, depth: int, pin: bool, closing: threading.Event
-    ) -> None:
-        self._loader, self._pin = loader, pin
+    def __init__(self, loader: WindowLoader, *, start: int, windows: int, depth: int, closing: threading.Event) -> None:
+        self._loader = loader
         self._next_row = start
         self._left = windows
         self._closing = closing
@@ -65,9 +62,5 @@ class Prefetcher:
     def _submit(self) -> None:
         if self._left > 0:
             self._left -= 1
-            self._pending.append(self._thread.submit(self._read, self._next_row))
+            self._pending.append(self._thread.submit(self._loader.window, self._next_row))
             self._next_row += self._loader.rows_per_window
-
-    def _read(self, rows_consumed: int) -> list[PackedBatch]:
-        batches = self._loader.window(rows_consumed)
-        return [batch.pinned() for batch in batches] if self._pin else batches

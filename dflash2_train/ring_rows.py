@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from torch import Tensor
+
 from data_gen.cache.claims import ClaimFolder
 from data_gen.cache.format import MANIFEST_FILE, CapturedSample
 from data_gen.cache.plan import PlannedRow, RowPlan
 from data_gen.cache.ring import Ring
 from data_gen.cache.segment import SegmentReader
 from dflash2_train.config import StreamConfig, UserError
+from dflash2_train.data import split_states
 
 logger = logging.getLogger(__name__)
 LINE_EVERY_S = 10.0
@@ -94,27 +97,32 @@ class RingRows:
     ) -> None:
         self._ring, self._plan, self._rank = ring, plan, rank
         self._settings, self._give_up = settings, give_up
+        content = ring.capture.content
+        self.width = len(content["target_layer_ids"]) * content["hidden_size"]
         self._claims = ClaimFolder(ring.claims, stale_after_s=settings.stale_after_s)
         self._reader: SegmentReader | None = None
         self._segment = -1  # of the open reader
         self._told = -1  # segment of the last position told
 
-    def read(self, row: PlannedRow) -> list[CapturedSample]:
-        """Samples of a row, in order, as soon as its segment is there.
+    def read(self, row: PlannedRow, states: Tensor) -> list[CapturedSample]:
+        """Samples of a row, in order, their states in ``states``, as soon as its segment is there.
 
         Raises:
             WaitStopped: asked to stop meanwhile.
             UserError: the producers are silent.
             CacheIntegrityError: the segment is damaged or not of this plan.
         """
-        return [self.sample(row.segment, document.sample_id) for document in row.documents]
+        return [
+            self.sample(row.segment, document.sample_id, part)
+            for document, part in zip(row.documents, split_states(row, states), strict=True)
+        ]
 
-    def sample(self, segment: int, sample_id: str) -> CapturedSample:
-        """One sample of a segment."""
+    def sample(self, segment: int, sample_id: str, states: Tensor | None = None) -> CapturedSample:
+        """One sample of a segment, its states put into ``states`` if given."""
         while True:
             reader = self._open(segment)
             try:
-                return reader.read(sample_id)
+                return reader.read(sample_id, states)
             except OSError as error:
                 if error.errno != errno.ESTALE:
                     raise

@@ -246,7 +246,7 @@ class TrainingRun:
         self.fingerprint = fingerprint(config, data)
         if found is not None:
             check_resumable(found, self.fingerprint, world_size)
-        self.loader = build_loader(config, data, rank=rank, world_size=world_size)
+        self.loader = build_loader(config, data, rank=rank, world_size=world_size, pin=torch.cuda.is_available())
         goal = config.train.steps * self.loader.rows_per_window
         attested = None
         if found is None:
@@ -284,7 +284,6 @@ class TrainingRun:
             start=self.progress.rows_consumed,
             windows=self.config.train.steps - self.progress.step,
             depth=self.config.train.prefetch_windows,
-            pin=self.engine.device.type == "cuda",
             closing=closing,
         )
 

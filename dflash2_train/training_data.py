@@ -196,7 +196,7 @@ def open_training_data(
     return CachedData(config, verify_checksums=verify_checksums)
 
 
-def build_loader(config: RunConfig, data: TrainingData, *, rank: int, world_size: int) -> WindowLoader:
+def build_loader(config: RunConfig, data: TrainingData, *, rank: int, world_size: int, pin: bool) -> WindowLoader:
     """This rank's windows over ``data``."""
     return WindowLoader(
         data.source,
@@ -207,4 +207,5 @@ def build_loader(config: RunConfig, data: TrainingData, *, rank: int, world_size
         seed=config.train.seed,
         rank=rank,
         world_size=world_size,
+        pin=pin,
     )

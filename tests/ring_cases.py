@@ -58,8 +58,12 @@ def capture(documents: Sequence[Document], beat: Beat) -> list[CapturedSample]:
 class PlainRows:
     """Rows straight from the documents: what every mode must equal."""
 
-    def read(self, row: PlannedRow) -> list[CapturedSample]:
-        return [sample_of(document) for document in row.documents]
+    width = HIDDEN
+
+    def read(self, row: PlannedRow, states: torch.Tensor) -> list[CapturedSample]:
+        samples = [sample_of(document) for document in row.documents]
+        torch.cat([sample.tap_hidden for sample in samples], out=states)
+        return samples
 
     def passed(self, number: int) -> None:
         pass

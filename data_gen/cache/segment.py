@@ -65,8 +65,12 @@ class SegmentReader:
     ) -> None:
         self.close()
 
-    def read(self, sample_id: str) -> CapturedSample:
+    def read(self, sample_id: str, states: Tensor | None = None) -> CapturedSample:
         """One sample, copied into memory.
+
+        Args:
+            sample_id: which one.
+            states: [S, T*H] bf16, contiguous; the tap states are read straight into it.
 
         Raises:
             CacheIntegrityError: it is not in this segment.
@@ -78,10 +82,13 @@ class SegmentReader:
                 "producers again."
             )
         begin, end = self._offsets[row], self._offsets[row + 1]
-        fields = {name: self._slice(name, begin, end) for name in TOKEN_TENSORS}
+        fields = {name: self._slice(name, begin, end) for name in TOKEN_TENSORS if name != "tap_hidden"}
         fields["loss_mask"] = fields["loss_mask"].to(torch.bool)
         if TAP_SCALE in self._header:
-            fields["tap_hidden"] = fp8.decode(fields["tap_hidden"], self._slice(TAP_SCALE, begin, end))
+            codes, factors = self._slice("tap_hidden", begin, end), self._slice(TAP_SCALE, begin, end)
+            fields["tap_hidden"] = fp8.decode(codes, factors, states)
+        else:
+            fields["tap_hidden"] = self._slice("tap_hidden", begin, end, states)
         return CapturedSample(sample_id=sample_id, **fields)
 
     def check_content(self) -> None:
@@ -113,7 +120,7 @@ class SegmentReader:
         size = os.fstat(self._file).st_size
         if not 0 < length <= size - 8:
             raise ValueError(f"{size} bytes with a header of {length}")
-        self._header = json.loads(bytes(self._bytes(8, length)))
+        self._header = json.loads(self._bytes(8, length))
         self._data = 8 + length
         whole = max(entry["data_offsets"][1] for name, entry in self._header.items() if name != "__metadata__")
         if size != self._data + whole:
@@ -122,23 +129,30 @@ class SegmentReader:
         self._rows = {name: row for row, name in enumerate(names)}
         self._offsets = self._slice("offsets", 0, len(names) + 1).tolist()
 
-    def _slice(self, name: str, begin: int, end: int) -> Tensor:
-        """Rows [begin, end) of a stored tensor."""
+    def _slice(self, name: str, begin: int, end: int, out: Tensor | None = None) -> Tensor:
+        """Rows [begin, end) of a stored tensor, in ``out`` if given."""
         entry = self._header[name]
-        dtype, shape = STORED_DTYPES[entry["dtype"]], entry["shape"]
+        dtype, shape = STORED_DTYPES[entry["dtype"]], [end - begin, *entry["shape"][1:]]
         first, last = entry["data_offsets"]
-        row_bytes = (last - first) // max(shape[0], 1)
-        if begin == end:
-            return torch.empty((0, *shape[1:]), dtype=dtype)
-        data = self._bytes(self._data + first + begin * row_bytes, (end - begin) * row_bytes)
-        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(end - begin, *shape[1:])
+        row_bytes = (last - first) // max(entry["shape"][0], 1)
+        if out is None:
+            out = torch.empty(shape, dtype=dtype)
+        elif list(out.shape) != shape or out.dtype != dtype or not out.is_contiguous():
+            raise ValueError(f"{self.path}: {name} is {dtype} {shape}, its place is {out.dtype} {list(out.shape)}")
+        if out.numel():
+            self._fill(out.view(torch.uint8).flatten().numpy().data, self._data + first + begin * row_bytes)
+        return out
 
-    def _bytes(self, offset: int, length: int) -> bytearray:
+    def _bytes(self, offset: int, length: int) -> bytes:
         data = bytearray(length)
-        view, done = memoryview(data), 0
-        while done < length:
+        self._fill(memoryview(data), offset)
+        return bytes(data)
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        """Read the file from ``offset`` on until ``view`` is full."""
+        done = 0
+        while done < len(view):
             count = os.preadv(self._file, [view[done:]], offset + done)
             if count == 0:
                 raise EOFError(f"ends after {offset + done} bytes")
             done += count
-        return data

@@ -45,7 +45,7 @@ from dflash2_train.provenance import atomic_write_json
 from dflash2_train.ring_rows import RingRows
 from tests.ring_cases import ROW_TOKENS, SEED, PlainRows, bytes_in, make_documents, make_ring, sample_of, size_of
 
-ROUND_LIMIT_S = 60.0
+ROUND_LIMIT_S = 300.0  # a second at most on an idle machine; this is for one that is starved
 ring_rows.POLL_S = 0.003
 MEMORY = Path("/dev/shm")  # where flushing to the disk takes no time
 
@@ -71,7 +71,7 @@ class Case:
         return cls(
             number=number,
             documents=make_documents(rng.randint(8, 30), seed=number),
-            stream=StreamConfig(segment_rows=rng.randint(1, 4), reuse=rng.choice([1, 1, 2]), timeout_s=30),
+            stream=StreamConfig(segment_rows=rng.randint(1, 4), reuse=rng.choice([1, 1, 2]), timeout_s=200),
             windows=rng.randint(6, 20),
             ranks=rng.randint(1, 2),
             producers=rng.randint(2, 3),
@@ -176,7 +176,6 @@ def train(case: Case, root: Path) -> None:
             start=len(line) * window_rows,
             windows=case.windows - len(line),
             depth=2,
-            pin=False,
             closing=closing,
         )
         for loader in loaders
@@ -287,7 +286,8 @@ class Round:
             faults.append(f"the {len(line)} windows trained on are not the {self.case.windows} of the plan")
         if self.outcome.most_bytes > self.budget:
             faults.append(f"{self.outcome.most_bytes} bytes in a ring of {self.budget}")
-        published = Counter((self.root / "published.log").read_text().split())
+        log = self.root / "published.log"
+        published = Counter(log.read_text().split() if log.exists() else ())
         # A takeover or a trainer that goes back may have a segment made again; nothing else may.
         again = {segment: number for segment, number in published.items() if number > 1}
         if again and not self.outcome.kills:

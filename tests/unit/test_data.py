@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from data_gen.cache.format import CapturedSample
 from data_gen.cache.plan import PlannedRow, RowPlan
 from dflash2_train.data import PackedBatch, WindowLoader, collate
 from dflash2_train.prefetch import Prefetcher
@@ -97,7 +98,7 @@ def test_a_source_is_told_a_row_is_behind_only_when_this_rank_reads_none_before_
 
 def test_windows_read_ahead_are_those_that_would_be_read_when_needed() -> None:
     plain = loader(accumulation=2)
-    with Prefetcher(loader(accumulation=2), start=4, windows=5, depth=3, pin=False, closing=threading.Event()) as ahead:
+    with Prefetcher(loader(accumulation=2), start=4, windows=5, depth=3, closing=threading.Event()) as ahead:
         for start in range(4, 4 + 5 * plain.rows_per_window, plain.rows_per_window):
             for one, other in zip(plain.window(start), ahead.next(), strict=True):
                 assert equal(one, other)
@@ -109,16 +110,16 @@ class Counting(PlainRows):
     def __init__(self, fail_at: int = -1) -> None:
         self.rows, self.fail_at = 0, fail_at
 
-    def read(self, row: PlannedRow) -> list[object]:  # type: ignore[override]
+    def read(self, row: PlannedRow, states: torch.Tensor) -> list[CapturedSample]:
         if self.rows == self.fail_at:
             raise OSError("the disk is gone")
         self.rows += 1
-        return super().read(row)  # type: ignore[return-value]
+        return super().read(row, states)
 
 
 def test_no_more_windows_are_read_ahead_than_allowed_and_none_beyond_the_last() -> None:
     source = Counting()
-    ahead = Prefetcher(loader(source), start=0, windows=4, depth=2, pin=False, closing=threading.Event())
+    ahead = Prefetcher(loader(source), start=0, windows=4, depth=2, closing=threading.Event())
     for taken in range(1, 5):
         ahead.next()
         assert source.rows <= 2 * (taken + 2)
@@ -127,9 +128,7 @@ def test_no_more_windows_are_read_ahead_than_allowed_and_none_beyond_the_last() 
 
 
 def test_a_fault_while_reading_ahead_is_raised_where_its_window_would_have_come() -> None:
-    with Prefetcher(
-        loader(Counting(fail_at=2)), start=0, windows=9, depth=3, pin=False, closing=threading.Event()
-    ) as ahead:
+    with Prefetcher(loader(Counting(fail_at=2)), start=0, windows=9, depth=3, closing=threading.Event()) as ahead:
         ahead.next()
         with pytest.raises(OSError, match="the disk is gone"):
             ahead.next()
@@ -139,12 +138,12 @@ def test_closing_asks_a_waiting_source_to_give_up_and_leaves_no_thread() -> None
     closing = threading.Event()
 
     class Waiting(PlainRows):
-        def read(self, row: PlannedRow) -> list[object]:  # type: ignore[override]
+        def read(self, row: PlannedRow, states: torch.Tensor) -> list[CapturedSample]:
             assert closing.wait(30)
             raise InterruptedError
 
     before = threading.active_count()
-    ahead = Prefetcher(loader(Waiting()), start=0, windows=9, depth=2, pin=False, closing=closing)
+    ahead = Prefetcher(loader(Waiting()), start=0, windows=9, depth=2, closing=closing)
     ahead.close()
     assert closing.is_set()
     assert threading.active_count() == before
@@ -154,10 +153,10 @@ def test_the_time_spent_waiting_is_counted() -> None:
     release = threading.Event()
 
     class Slow(PlainRows):
-        def read(self, row: PlannedRow) -> list[object]:  # type: ignore[override]
+        def read(self, row: PlannedRow, states: torch.Tensor) -> list[CapturedSample]:
             release.wait(0.02)
-            return super().read(row)  # type: ignore[return-value]
+            return super().read(row, states)
 
-    with Prefetcher(loader(Slow()), start=0, windows=2, depth=1, pin=False, closing=threading.Event()) as ahead:
+    with Prefetcher(loader(Slow()), start=0, windows=2, depth=1, closing=threading.Event()) as ahead:
         ahead.next()
         assert ahead.wait_seconds > 0.01

@@ -29,6 +29,7 @@ from dflash2_train.config import StreamConfig, UserError
 from dflash2_train.data import WindowLoader
 from dflash2_train.ring_rows import Patience, RingRows, WaitStopped, wait_for_ring
 from tests.ring_cases import (
+    HIDDEN,
     MANIFEST,
     ROW_TOKENS,
     SEED,
@@ -85,6 +86,11 @@ def same_windows(found: WindowLoader, expected: WindowLoader, windows: int) -> N
             for name, value in vars(one).items():
                 wanted = getattr(other, name)
                 assert torch.equal(value, wanted) if isinstance(value, torch.Tensor) else value == wanted
+
+
+def room_for(plan: RowPlan, number: int) -> torch.Tensor:
+    tokens = sum(document.num_tokens for document in plan.row(number).documents)
+    return torch.empty(tokens, HIDDEN, dtype=torch.bfloat16)
 
 
 class Clock:
@@ -148,7 +154,10 @@ def test_states_stored_in_eight_bits_are_read_as_a_cache_reads_them(tmp_path: Pa
     with SegmentReader(path) as reader:
         reader.check_content()
         for row, sample in enumerate(wanted):
-            assert torch.equal(reader.read(sample.sample_id).tap_hidden, cached.read(row).tap_hidden)
+            place = torch.empty(len(sample), HIDDEN, dtype=torch.bfloat16)
+            reader.read(sample.sample_id, place)
+            assert torch.equal(place, cached.read(row).tap_hidden)
+            assert torch.equal(reader.read(sample.sample_id).tap_hidden, place)
 
 
 def test_a_segment_that_is_cut_or_lacks_a_sample_is_refused_by_name(ring: Ring, plan: RowPlan) -> None:
@@ -293,13 +302,13 @@ def test_the_slowest_rank_decides_what_is_behind(ring: Ring, plan: RowPlan) -> N
 
 def test_a_trainer_waits_for_its_segment_and_says_why_when_no_producer_comes(ring: Ring, plan: RowPlan) -> None:
     with pytest.raises(UserError, match=r"segment 0 of the ring.*no producer is at work.*stage=stream"):
-        rows_of(ring, plan, timeout_s=0.15).read(plan.row(0))
+        rows_of(ring, plan, timeout_s=0.15).read(plan.row(0), room_for(plan, 0))
 
 
 def test_a_wait_names_the_producer_that_has_the_segment(ring: Ring, plan: RowPlan) -> None:
     make_filler(ring, plan, budget=10**9).claims.take(0, 10)
     with pytest.raises(UserError, match=r"process \d+ of .* captures it"):
-        rows_of(ring, plan, timeout_s=0.15).read(plan.row(0))
+        rows_of(ring, plan, timeout_s=0.15).read(plan.row(0), room_for(plan, 0))
 
 
 def test_signs_of_life_of_a_producer_keep_a_waiting_trainer_patient(

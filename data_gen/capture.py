@@ -20,6 +20,7 @@ from typing import Any
 
 from data_gen.backends import open_capturer
 from data_gen.backends.base import CaptureBackend
+from data_gen.backends.folder import find_target
 from data_gen.cache.conversations import ConversationStore
 from data_gen.cache.format import (
     FLOAT8,
@@ -82,7 +83,7 @@ def token_bytes(config: RunConfig) -> int:
     return states + TEACHER_BYTES * config.data.teacher_top_k + 4 + 4 + 1
 
 
-def capture_content(config: RunConfig, conversations: dict[str, Any], folder: Path) -> dict[str, Any]:
+def capture_content(config: RunConfig, conversations: dict[str, Any]) -> dict[str, Any]:
     """Everything that shapes the cache: the conversations' settings and the capture's own.
 
     The ``capture_*`` hashes are read from the target's folder now and must equal those that the conversations were
@@ -91,6 +92,7 @@ def capture_content(config: RunConfig, conversations: dict[str, Any], folder: Pa
     Raises:
         CacheIntegrityError: the folder is not that of the conversations.
     """
+    folder = find_target(config.target)
     kept = {key: value for key, value in conversations.items() if key != "backend"}
     hashes = {key: read(folder) for key, read in FOLDER_HASHES.items()}
     changed = [key for key, value in hashes.items() if conversations.get(key, value) != value]
@@ -188,7 +190,7 @@ def capture(config: RunConfig, folder: Path, open_progress: OpenProgress) -> Cap
     check_taps(config.drafter.target_layer_ids, config.target.num_layers)
     root = absolute(config.data.root)
     store = ConversationStore(root)
-    writer = CaptureWriter(root / CAPTURE, CaptureManifest(content=capture_content(config, store.content(), folder)))
+    writer = CaptureWriter(root / CAPTURE, CaptureManifest(content=capture_content(config, store.content())))
     failures = FailedRows(root / CAPTURE)
     plan = _plan(store, writer, failures)
     totals = CaptureTotals(skipped_shards=len(writer.existing_shards()))

@@ -1,7 +1,7 @@
 """Conversation rows -> captured samples, in the rows' order, with every check on the way.
 
-Whatever reads states (the capture stage, a producer of stream mode) goes through :func:`capture_rows`. States that do
-not belong to a row's tokens, whole and in order, are thrown away and asked for once more through a fresh request; a
+Whatever reads states (the capture stage, a producer of stream mode) goes through :func:`capture_requests`. States that
+do not belong to a row's tokens, whole and in order, are thrown away and asked for once more through a fresh request; a
 row that fails again is reported and left out. No state is ever padded or cut.
 
 The teacher is held against the engine's own word: after its last token every request says which token the target
@@ -78,6 +78,18 @@ def make_sample(request: CaptureRequest, states: CapturedStates) -> CapturedSamp
     )
 
 
+def refuse_failure(failure: RowFailure) -> None:
+    """For callers that can leave no row out.
+
+    Raises:
+        CacheIntegrityError: always; names row and reason.
+    """
+    raise CacheIntegrityError(
+        f"{failure.row_id}: no states after {failure.attempts} attempts: {failure.reason}. Mend the engine and run the "
+        "same command again."
+    )
+
+
 def capture_rows(
     backend: CaptureBackend,
     rows: Iterable[Mapping[str, Any]],
@@ -86,11 +98,28 @@ def capture_rows(
     tally: CaptureTally | None = None,
     heartbeat: Heartbeat = lambda: None,
 ) -> Iterator[CapturedSample]:
-    """Samples of ``rows``, in their order; rows are pulled as the backend has room for them.
+    """Samples of ``rows``, mappings with :data:`ROW_COLUMNS`; see :func:`capture_requests` for all else.
+
+    Dropped rows must not be among them.
+    """
+    return capture_requests(
+        backend, map(capture_request, rows), on_failure=on_failure, tally=tally, heartbeat=heartbeat
+    )
+
+
+def capture_requests(
+    backend: CaptureBackend,
+    requests: Iterable[CaptureRequest],
+    *,
+    on_failure: Callable[[RowFailure], None],
+    tally: CaptureTally | None = None,
+    heartbeat: Heartbeat = lambda: None,
+) -> Iterator[CapturedSample]:
+    """Samples of ``requests``, in their order; they are pulled as the backend has room for them.
 
     Args:
         backend: a started engine, see :func:`check_backend`.
-        rows: mappings with :data:`ROW_COLUMNS`; row ids must be unique. Dropped rows must not be among them.
+        requests: one a row; their ids become sample ids and must be unique.
         on_failure: called for a row that failed for good, before any later row is yielded. It may raise.
         tally: filled on the way.
         heartbeat: called at least at every step of the engine.
@@ -99,9 +128,9 @@ def capture_rows(
         CacheIntegrityError: teacher and engine do not say the same.
         ValueError: a row without prompt or completion, or a row id that occurs twice.
     """
-    work = _Work(iter(rows), on_failure, tally or CaptureTally())
-    while requests := work.requests():
-        for states in backend.capture(requests, heartbeat):
+    work = _Work(iter(requests), on_failure, tally or CaptureTally())
+    while batch := work.requests():
+        for states in backend.capture(batch, heartbeat):
             work.take(states)
             yield from work.ready()
         work.give_up_on_silence()
@@ -120,7 +149,7 @@ class _Work:
     """Rows between being asked for and being yielded."""
 
     def __init__(
-        self, rows: Iterator[Mapping[str, Any]], on_failure: Callable[[RowFailure], None], tally: CaptureTally
+        self, rows: Iterator[CaptureRequest], on_failure: Callable[[RowFailure], None], tally: CaptureTally
     ) -> None:
         self._rows, self._on_failure, self._tally = rows, on_failure, tally
         self._exhausted = False
@@ -149,11 +178,10 @@ class _Work:
 
     def _pull(self) -> bool:
         """Queue the next row; False when there is none."""
-        values = None if self._exhausted else next(self._rows, None)
-        if values is None:
+        request = None if self._exhausted else next(self._rows, None)
+        if request is None:
             self._exhausted = True
             return False
-        request = capture_request(values)
         if request.request_id in self._open:
             raise ValueError(f"row {request.request_id} is there twice; row ids must be unique")
         self._open[request.request_id] = _Row(request=request)

@@ -45,29 +45,6 @@ def _peak_memory() -> str:
     return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
 
 
-def show_plan(config: RunConfig, prepared: PreparedPrompts) -> None:
-    """What would be made: prompts, tokens and bytes at most."""
-    from data_gen.capture import token_bytes
-
-    for line in prepared.plan.report.lines():
-        logger.info("%s", line)
-    sampling = config.data.sampling
-    answers = len(prepared.train) * sampling.repeats
-    prompt_tokens = sum(len(prompt.prompt_ids) for prompt in prepared.train) * sampling.repeats
-    most = prompt_tokens + answers * sampling.max_tokens
-    rows = [
-        ("training prompts", f"{len(prepared.train):,}"),
-        ("hold-out prompts", f"{len(prepared.holdout):,}"),
-        *((f"rejected: {reason}", f"{number:,}") for reason, number in sorted(prepared.rejected.items())),
-        ("answers", f"{answers:,}"),
-        ("prompt tokens", f"{prompt_tokens:,}"),
-        ("answer tokens, at most", f"{answers * sampling.max_tokens:,}"),
-        ("cache bytes a token", f"{token_bytes(config):,}"),
-        ("cache, at most", f"{most * token_bytes(config) / GIB:.2f} GiB"),
-    ]
-    _table(f"Plan of {config.name}", rows)
-
-
 def show_conversations(totals: ConversationTotals, prepared: PreparedPrompts) -> None:
     """Summary of the regenerate stage."""
     rate = totals.new_tokens / totals.seconds if totals.seconds else 0.0
@@ -129,15 +106,16 @@ def gen_data(config: RunConfig) -> int:
 
         show_stream(stream(config, find_target(config.target)))
         return 0
-    if stages not in (("verify",), ("inspect",)):
-        from data_gen.regenerate import prepare
+    if "plan" in stages:
+        from data_gen.stage_plan import plan_stage
 
-        if "regenerate" in stages or "plan" in stages:
-            prepared = prepare(config)
-            show_plan(config, prepared)
+        plan_stage(config)
     if "regenerate" in stages:
-        from data_gen.regenerate import regenerate
+        from data_gen.regenerate import prepare, regenerate
 
+        prepared = prepare(config)
+        for line in prepared.plan.report.lines():
+            logger.info("%s", line)
         show_conversations(regenerate(config, prepared, open_display), prepared)
     if "capture" in stages:
         from data_gen.backends.folder import find_target

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from dflash2_train.provenance import sha256_json
 
@@ -50,13 +51,13 @@ def holdout_hash(messages: list[Message]) -> str:
     return sha256_json([" ".join(words) for words in user_turns(messages)])
 
 
-def duplicate_key(messages: list[Message]) -> bytes:
-    """32 bytes, equal for conversations that differ in case and white space only.
+def duplicate_key(messages: list[Message], tools: list[dict[str, Any]] | None = None) -> bytes:
+    """32 bytes, equal for conversations with the same tools that differ in case and white space only.
 
     Punctuation counts here, since 3 + 4 is not 3 - 4 and both may be trained on.
     """
-    folded = [[message["role"], " ".join(message["content"].casefold().split())] for message in messages]
-    return bytes.fromhex(sha256_json(folded))
+    folded: list[Any] = [[message["role"], " ".join(message["content"].casefold().split())] for message in messages]
+    return bytes.fromhex(sha256_json([folded, tools] if tools else folded))
 
 
 class OverlapIndex:

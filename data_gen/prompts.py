@@ -1,268 +1,277 @@
-"""Prompt sources -> :class:`PromptRecord`: read, check, drop duplicates, keep the hold-out out of training.
+"""Prompt sources -> :class:`PromptPlan`: which prompts are used, in which order, and what became of all others.
 
-Every input row ends as kept, capped, a duplicate or rejected with a reason, and the counts add up.
+Every input row ends as kept, a duplicate, capped, filtered, overlapping, unused or rejected with a reason, and the
+counts of each source add up to its rows.
 
-Ids are content hashes, and prompts are ordered by ``sha256(seed, prompt_id)``. That is a shuffle which mixes all
-sources before any cap and does not depend on the order of the input, so a resumed or extended run meets the
-same prompts. A capped source is read as a stream that keeps max_prompts rows and 32 bytes for every other one.
+Prompts are ordered by a hash of seed and content. That is a shuffle which mixes all sources before any cap and does
+not depend on the order of the input, so a resumed or extended run meets the same prompts. A source is read as a
+stream; a capped one takes memory for its ``max_prompts`` prompts, however many rows it has.
 
-What counts as overlap with the hold-out is the rule of ``data_gen.overlap``.
+The steps, of the training prompts: rows are read and checked (``prompt_sources``, ``prompt_columns``), filtered
+(``prompt_filters``) and capped (``prompt_selection``); what overlaps with the hold-out or the evaluation prompts goes
+(``overlap``), then what nearly equals an earlier prompt (``near_duplicates``); ``data.max_prompts`` is shared out last.
 """
 
 from __future__ import annotations
 
-import hashlib
-import heapq
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from data_gen.overlap import Message, OverlapIndex, duplicate_key, holdout_hash
-from data_gen.prompt_rows import RowRejectedError, check_source, messages_of, read_rows, source_label
+from data_gen.near_duplicates import drop_near_duplicates
+from data_gen.overlap import OverlapIndex, duplicate_key
+from data_gen.prompt_columns import ColumnMap, Conversation
+from data_gen.prompt_filters import RowFilter
+from data_gen.prompt_records import PromptPlan, PromptRecord, prompt_id
+from data_gen.prompt_report import EARLY_ROWS, NEAR_EXAMPLES, PromptReport, RemovedPrompt, SourceCounts
+from data_gen.prompt_rows import RowRejectedError
+from data_gen.prompt_selection import Selection, order_key, share_out
+from data_gen.prompt_sources import PromptSource
+from data_gen.prompt_store import assemble_plan, read_plan, write_plan
 from dflash2_train.config import ConfigError, DataConfig, PromptSourceConfig
-from dflash2_train.provenance import sha256_json
+
+__all__ = ["PromptPlan", "PromptRecord", "find_overlap", "load_prompts", "make_prompts", "plan_prompts", "prompt_id"]
 
 STARTER_LICENSE = "Apache-2.0"
 UNKNOWN_LICENSE = "unknown"
-WARN_REJECTED = 0.1  # rejected share of a source that is worth a warning
+MAX_REJECTED_SHARE = 0.1
+WARN_REJECTED = 0.01  # rejected share of a source that is worth a warning
 
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptRecord:
-    """One conversation that the target is to continue."""
-
-    prompt_id: str  # first 16 hex digits of the sha256 of the messages
-    source: str
-    license: str
-    messages: list[Message]  # {role, content}; the last one is a user turn
-    split: str  # train | holdout
-
-
-@dataclass(frozen=True, kw_only=True)
-class RemovedPrompt:
-    """A training prompt that overlaps with the hold-out, the rule, and one hold-out prompt that it meets."""
-
-    record: PromptRecord
-    rule: str
-    holdout_id: str
-
-
 @dataclass(kw_only=True)
-class SourceCounts:
-    """What became of the rows of one source."""
+class _Source:
+    """What is left of one source, each prompt with its place in the seeded order."""
 
-    label: str
-    split: str
-    rows: int = 0
-    usable: int = 0  # neither rejected nor duplicates
-    kept: int = 0
-    capped: int = 0  # usable rows beyond max_prompts
-    duplicates: int = 0
-    rejected: Counter[str] = field(default_factory=Counter)  # reason -> rows
-    licenses: Counter[str] = field(default_factory=Counter)  # licence -> kept rows
+    counts: SourceCounts
+    weight: float | None
+    ranked: list[tuple[int, PromptRecord]] = field(default_factory=list)
 
-    def line(self) -> str:
-        """The counts as one line of text."""
-        parts = [f"{self.rows} rows", f"{self.kept} kept", f"{self.duplicates} duplicates"]
-        parts += [f"{self.capped} beyond max_prompts"] if self.capped else []
-        parts += [f"{number} rejected ({reason})" for reason, number in sorted(self.rejected.items())]
-        return f"{self.split} prompts from {self.label}: {', '.join(parts)}"
+    def keep(self, ids: set[str]) -> int:
+        """Let go of every prompt whose id is not listed; returns how many."""
+        before = len(self.ranked)
+        self.ranked = [(key, record) for key, record in self.ranked if record.prompt_id in ids]
+        return before - len(self.ranked)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The counts as a JSON value."""
-        return {**vars(self), "rejected": dict(self.rejected), "licenses": dict(self.licenses)}
-
-
-@dataclass(kw_only=True)
-class PromptReport:
-    """Counts per source and reason, and the training prompts removed for the hold-out's sake."""
-
-    sources: list[SourceCounts] = field(default_factory=list)
-    removed: list[RemovedPrompt] = field(default_factory=list)
-
-    def totals(self) -> dict[str, int]:
-        """Prompts of each split that remain in the end."""
-        totals: Counter[str] = Counter()
-        for counts in self.sources:
-            totals[counts.split] += counts.kept
-        for entry in self.removed:
-            totals[entry.record.split] -= 1
-        return dict(totals)
-
-    def lines(self) -> list[str]:
-        """The report as text: a line for each source, for each rule that removed prompts, and for the totals."""
-        rules = Counter(entry.rule for entry in self.removed)
-        totals = ", ".join(f"{number} {split}" for split, number in self.totals().items())
-        return [
-            *(counts.line() for counts in self.sources),
-            *(f"overlap with the hold-out, {rule}: {number} removed" for rule, number in sorted(rules.items())),
-            f"prompts in all: {totals}",
-        ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as a JSON value; every removed prompt is listed by its id."""
-        removed = [
-            {
-                "prompt_id": entry.record.prompt_id,
-                "source": entry.record.source,
-                "rule": entry.rule,
-                "holdout_id": entry.holdout_id,
-            }
-            for entry in self.removed
-        ]
-        return {
-            "sources": [counts.to_dict() for counts in self.sources],
-            "removed": removed,
-            "totals": self.totals(),
-        }
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptPlan:
-    """The prompts of an experiment, in the order in which they are used."""
-
-    train: list[PromptRecord]
-    holdout: list[PromptRecord]
-    holdout_hashes: list[str]  # sorted ``overlap.holdout_hash`` of every hold-out prompt, for the manifest
-    report: PromptReport
-
-
-def prompt_id(messages: list[Message]) -> str:
-    """16 hex digits that depend on the messages alone."""
-    return sha256_json(messages)[:16]
+    def close(self) -> SourceCounts:
+        """The final counts."""
+        self.counts.kept = len(self.ranked)
+        self.counts.licenses = Counter(record.license for _, record in self.ranked)
+        self.counts.check_sum()
+        return self.counts
 
 
 def load_prompts(
-    sources: list[PromptSourceConfig], *, split: str = "train", seed: int = 0
+    sources: list[PromptSourceConfig],
+    *,
+    split: str = "train",
+    seed: int = 0,
+    max_rejected_share: float = MAX_REJECTED_SHARE,
 ) -> tuple[list[PromptRecord], PromptReport]:
     """Read every source, in the seeded order of the module docstring.
 
     Args:
         sources: earlier sources win where two hold the same prompt (equal but for case and white space).
-        split: what the records are for, ``train`` or ``holdout``.
+        split: what the records are for, ``train``, ``holdout`` or ``evaluation``.
         seed: of the order, and so of what ``max_prompts`` keeps.
+        max_rejected_share: share of a source's rows that may be faulty.
 
     Raises:
-        ConfigError: no source, an unreadable file, line or column, or a source without one usable row.
+        ConfigError: no source, one that cannot be read or has too many faulty rows, or one without a usable row.
     """
-    key = f"data.{split}_prompts"
-    if not sources:
-        raise ConfigError(f"{key}=[]: needs a prompt source. Add one, as in [{{kind: starter, split: {split}}}].")
-    report = PromptReport()
-    records: list[PromptRecord] = []
-    known: set[bytes] = set()
-    for number, source in enumerate(sources):
-        check_source(source, f"{key}[{number}]")
-        counts = SourceCounts(label=source_label(source), split=split)
-        usable = _usable_rows(source, counts, known)
-        if source.max_prompts is None:
-            kept = list(usable)
-        else:
-            kept = heapq.nsmallest(source.max_prompts, usable, key=lambda record: _order_key(record, seed))
-        _close_counts(counts, kept, f"{key}[{number}]")
-        known.update(duplicate_key(record.messages) for record in kept)
-        records += kept
-        report.sources.append(counts)
-    return sorted(records, key=lambda record: _order_key(record, seed)), report
-
-
-def remove_holdout(
-    train: list[PromptRecord], holdout: list[PromptRecord]
-) -> tuple[list[PromptRecord], list[RemovedPrompt]]:
-    """Part training prompts that overlap with the hold-out from those that do not; the order stays."""
-    index = OverlapIndex((record.prompt_id, record.messages) for record in holdout)
-    kept, removed = [], []
-    for record in train:
-        hit = index.find(record.messages)
-        if hit is None:
-            kept.append(record)
-        else:
-            removed.append(RemovedPrompt(record=record, rule=hit[0], holdout_id=hit[1]))
-    return kept, removed
+    loaded = _load_sources(sources, split, seed, max_rejected_share)
+    return _merge(loaded), PromptReport(sources=[source.close() for source in loaded])
 
 
 def plan_prompts(config: DataConfig) -> PromptPlan:
-    """Load both splits, take the hold-out out of training and report.
+    """The plan that ``data.root`` holds for these settings, else :func:`make_prompts`, stored there.
+
+    Raises:
+        ConfigError: see :func:`make_prompts`.
+    """
+    plan = read_plan(config)
+    if plan is None:
+        plan = make_prompts(config)
+        write_plan(config, plan)
+    return plan
+
+
+def make_prompts(config: DataConfig) -> PromptPlan:
+    """Load all prompts, take out of training what must not be in it, share out ``max_prompts`` and report.
 
     Raises:
         ConfigError: see :func:`load_prompts`; also if no training prompt is left.
     """
-    seed = config.sampling.seed
-    holdout, holdout_report = load_prompts(config.holdout_prompts, split="holdout", seed=seed)
-    loaded, train_report = load_prompts(config.train_prompts, split="train", seed=seed)
-    train, removed = remove_holdout(loaded, holdout)
-    if not train:
-        raise ConfigError(
-            f"data.train_prompts: all {len(loaded)} prompts overlap with data.holdout_prompts. "
-            "Use different sources or splits for the two."
+    seed, limit = config.sampling.seed, config.max_rejected_share
+    holdout, report = load_prompts(config.holdout_prompts, split="holdout", seed=seed, max_rejected_share=limit)
+    references = [("hold-out", holdout)]
+    if config.evaluation_prompts:
+        evaluation, more = load_prompts(
+            config.evaluation_prompts, split="evaluation", seed=seed, max_rejected_share=limit
         )
-    return PromptPlan(
-        train=train,
-        holdout=holdout,
-        holdout_hashes=sorted({holdout_hash(record.messages) for record in holdout}),
-        report=PromptReport(sources=train_report.sources + holdout_report.sources, removed=removed),
-    )
+        references.append(("evaluation prompts", evaluation))
+        report.sources += more.sources
+    loaded = _load_sources(config.train_prompts, "train", seed, limit)
+    number = len(_merge(loaded))
+    report.removed = _remove_overlap(loaded, references)
+    if not any(source.ranked for source in loaded):
+        raise ConfigError(
+            f"data.train_prompts: all {number} prompts overlap with data.holdout_prompts or data.evaluation_prompts. "
+            "Use different sources or splits."
+        )
+    if config.near_duplicates is not None:
+        report.near_duplicates = _remove_near_duplicates(loaded, config.near_duplicates)
+    if config.max_prompts is not None:
+        _share_out(loaded, config.max_prompts)
+    report.sources = [source.close() for source in loaded] + report.sources
+    return assemble_plan(_merge(loaded), holdout, report)
 
 
-def _usable_rows(source: PromptSourceConfig, counts: SourceCounts, known: set[bytes]) -> Iterator[PromptRecord]:
-    """Records of a source that are neither rejected nor duplicates; counts the others."""
-    seen: set[bytes] = set()
-    for place, row in read_rows(source):
+def find_overlap(
+    train: Iterable[PromptRecord], references: Iterable[tuple[str, list[PromptRecord]]]
+) -> list[RemovedPrompt]:
+    """The training prompts that overlap with a set of references, each with the rule and one prompt that it meets.
+
+    Args:
+        train: the prompts to look at.
+        references: name and prompts of every set that must stay unseen.
+    """
+    indexes = [
+        (name, OverlapIndex((record.prompt_id, record.messages) for record in records)) for name, records in references
+    ]
+    removed = []
+    for record in train:
+        for name, index in indexes:
+            hit = index.find(record.messages)
+            if hit is not None:
+                removed.append(
+                    RemovedPrompt(
+                        prompt_id=record.prompt_id,
+                        source=record.source,
+                        rule=hit[0],
+                        reference=name,
+                        reference_id=hit[1],
+                    )
+                )
+                break
+    return removed
+
+
+def _load_sources(sources: list[PromptSourceConfig], split: str, seed: int, max_rejected_share: float) -> list[_Source]:
+    if not sources:
+        key = f"data.{split}_prompts"
+        raise ConfigError(f"{key}=[]: needs a prompt source. Add one, as in [{{kind: starter, split: {split}}}].")
+    known: set[bytes] = set()
+    loaded = []
+    for number, config in enumerate(sources):
+        key = f"data.{split}_prompts[{number}]"
+        config.check(key)
+        source = PromptSource(config)
+        counts = SourceCounts(label=source.label, split=split, terms=config.terms)
+        selection = _select(source, counts, known, seed, key)
+        counts.revision = source.revision
+        counts.duplicates += selection.duplicates
+        counts.capped = selection.left_out
+        counts.check_rejected(key, max_rejected_share)
+        entry = _Source(counts=counts, weight=config.weight, ranked=selection.ranked())
+        if counts.filtered.total() + counts.rejected.total() == counts.rows:
+            raise ConfigError(
+                f"{key} ({counts.label}): no row is left. {counts.line()}. Loosen its filters, or leave it out."
+            )
+        rejected = counts.rejected.total()
+        if rejected > WARN_REJECTED * counts.rows:
+            first = "; ".join(counts.first_rejected)
+            _LOG.warning("%s (%s): %d of %d rows rejected, first %s", key, counts.label, rejected, counts.rows, first)
+        known.update(duplicate_key(record.messages, record.tools) for _, record in entry.ranked)
+        loaded.append(entry)
+    return loaded
+
+
+def _select(source: PromptSource, counts: SourceCounts, known: set[bytes], seed: int, key: str) -> Selection:
+    """Read a source to its end, count every row and keep what its cap allows."""
+    columns, row_filter = ColumnMap(source.config), RowFilter(source.config, counts.split)
+    selection = Selection(source.config.max_prompts)
+    for place, row in source.rows():
         counts.rows += 1
         try:
-            messages = messages_of(row, source, place)
-        except RowRejectedError as reason:
-            counts.rejected[str(reason)] += 1
+            if isinstance(row, RowRejectedError):
+                raise row
+            unwanted = row_filter.unwanted_columns(row)
+            if not unwanted:
+                conversation = columns.read(row)
+                unwanted = row_filter.unwanted(conversation.messages)
+        except RowRejectedError as error:
+            counts.reject(place, error)
+            if counts.rows == counts.rejected.total() == EARLY_ROWS:
+                counts.check_rejected(key, 0.0)
             continue
-        key = duplicate_key(messages)
-        if key in known or key in seen:
+        if unwanted:
+            counts.filtered[unwanted] += 1
+            continue
+        same = duplicate_key(conversation.messages, conversation.tools)
+        rank = order_key(same, seed)
+        if same in known:
             counts.duplicates += 1
-            continue
-        seen.add(key)
-        counts.usable += 1
-        yield _record(row, source, messages, counts)
+        elif selection.wants(rank):
+            selection.add(rank, _record(row, source, conversation, counts))
+    return selection
 
 
 def _record(
-    row: dict[str, Any], source: PromptSourceConfig, messages: list[Message], counts: SourceCounts
+    row: dict[str, Any], source: PromptSource, conversation: Conversation, counts: SourceCounts
 ) -> PromptRecord:
-    """A row's own source and licence win over those of the configuration."""
-    name, license_name = row.get("source"), row.get("license")
-    if source.kind == "starter":
+    """A row's own source and licence win over those of the configuration, but for a source with a given name."""
+    config = source.config
+    name, license_name = config.name or row.get("source"), row.get("license")
+    if config.kind == "starter":
         name, license_name = "starter", STARTER_LICENSE
     return PromptRecord(
-        prompt_id=prompt_id(messages),
+        prompt_id=prompt_id(conversation.messages, conversation.tools),
         source=name if isinstance(name, str) and name else counts.label,
-        license=license_name if isinstance(license_name, str) and license_name else source.license or UNKNOWN_LICENSE,
-        messages=messages,
+        license=license_name if isinstance(license_name, str) and license_name else config.license or UNKNOWN_LICENSE,
+        messages=conversation.messages,
         split=counts.split,
+        tools=conversation.tools,
     )
 
 
-def _close_counts(counts: SourceCounts, kept: list[PromptRecord], key: str) -> None:
-    """Fill in what is known only at the end of a source; refuse a source that gave nothing."""
-    rejected = counts.rejected.total()
-    counts.kept = len(kept)
-    counts.capped = counts.usable - counts.kept
-    counts.licenses = Counter(record.license for record in kept)
-    reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(counts.rejected.items()))
-    if counts.rows == 0:
-        raise ConfigError(f"{key} ({counts.label}): has no rows. Check its path and split.")
-    if rejected == counts.rows:
-        raise ConfigError(
-            f"{key} ({counts.label}): all {counts.rows} rows were rejected ({reasons}). "
-            "Check messages_column and prompt_column."
-        )
-    if rejected > WARN_REJECTED * counts.rows:
-        _LOG.warning("%s (%s): %d of %d rows rejected (%s)", key, counts.label, rejected, counts.rows, reasons)
+def _merge(loaded: list[_Source]) -> list[PromptRecord]:
+    ranked = sorted((entry for source in loaded for entry in source.ranked), key=lambda entry: entry[0])
+    return [record for _, record in ranked]
 
 
-def _order_key(record: PromptRecord, seed: int) -> bytes:
-    return hashlib.sha256(f"{seed}:{record.prompt_id}".encode()).digest()
+def _remove_overlap(loaded: list[_Source], references: list[tuple[str, list[PromptRecord]]]) -> list[RemovedPrompt]:
+    removed = find_overlap(_merge(loaded), references)
+    rules = {entry.prompt_id: f"{entry.reference}: {entry.rule}" for entry in removed}
+    for source in loaded:
+        ids = [record.prompt_id for _, record in source.ranked]
+        source.counts.overlap = Counter(rules[found] for found in ids if found in rules)
+        source.keep({found for found in ids if found not in rules})
+    return removed
+
+
+def _remove_near_duplicates(loaded: list[_Source], threshold: float) -> list[tuple[str, str]]:
+    kept, dropped = drop_near_duplicates(_merge(loaded), threshold)
+    ids = {record.prompt_id for record in kept}
+    for source in loaded:
+        source.counts.near_duplicates = source.keep(ids)
+    return [(record.prompt_id, like) for record, like in dropped[:NEAR_EXAMPLES]]
+
+
+def _share_out(loaded: list[_Source], total: int) -> None:
+    """Cut to ``total`` prompts: by weight where sources have one, else the first of all sources mixed."""
+    weights = [source.weight for source in loaded if source.weight is not None]
+    if weights:
+        given = share_out(total, [len(source.ranked) for source in loaded], weights)
+        ids = {
+            record.prompt_id
+            for source, number in zip(loaded, given, strict=True)
+            for _, record in source.ranked[:number]
+        }
+    else:
+        ids = {record.prompt_id for record in _merge(loaded)[:total]}
+    for source in loaded:
+        source.counts.unused = source.keep(ids)

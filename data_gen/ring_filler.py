@@ -18,8 +18,8 @@ from functools import partial
 
 from data_gen.cache.claims import Claim, ClaimFolder, ClaimLostError
 from data_gen.cache.format import CacheIntegrityError, CapturedSample
-from data_gen.cache.plan import Document, RowPlan
 from data_gen.cache.ring import Positions, Ring
+from data_gen.cache.row_plan import Document, RowPlan
 from data_gen.cache.segment import SegmentReader
 from data_gen.cache.shard_file import write_shard_file
 from dflash2_train.config import UserError

@@ -11,17 +11,23 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from data_gen.backends import open_capturer
-from data_gen.backends.base import CaptureBackend
+from data_gen.backends.base import CaptureBackend, CaptureRequest
 from data_gen.cache.conversations import ConversationStore
 from data_gen.cache.format import CacheIntegrityError, CapturedSample, CaptureManifest
-from data_gen.cache.plan import Document, RowPlan, trainable
 from data_gen.cache.ring import Ring, plan_content, ring_plan
+from data_gen.cache.row_plan import Document, RowPlan, trainable
 from data_gen.cache.segment import segment_bytes
 from data_gen.capture import capture_content, token_bytes
-from data_gen.capture_rows import ROW_COLUMNS, CaptureTally, RowFailure, capture_rows, check_backend
+from data_gen.capture_rows import (
+    ROW_COLUMNS,
+    CaptureTally,
+    capture_request,
+    capture_requests,
+    check_backend,
+    refuse_failure,
+)
 from data_gen.ring_filler import MIB, Beat, FillTotals, RingFiller
 from dflash2_train.config import ConfigError, RunConfig, absolute
 from dflash2_train.taps import check_taps
@@ -56,7 +62,7 @@ def stream(config: RunConfig, folder: Path) -> FillTotals:
     filler = RingFiller(
         ring,
         plan,
-        lambda documents, beat: capture_documents(backend, rows.rows(documents), tally, beat),
+        lambda documents, beat: capture_documents(backend, rows.requests(documents), tally, beat),
         size_of=lambda segment: size_of(plan, segment, token_bytes(config)),
         budget=config.data.stream.budget_mib * MIB,
         stale_after_s=config.data.stream.stale_after_s,
@@ -142,27 +148,25 @@ class ConversationRows:
     def __init__(self, store: ConversationStore) -> None:
         self._store = store
         self._shard_of: dict[str, int] = {}
-        self._shards: OrderedDict[int, dict[str, dict[str, Any]]] = OrderedDict()
+        self._shards: OrderedDict[int, dict[str, CaptureRequest]] = OrderedDict()
         self.documents: list[Document] = []
         for shard in store.shards():
-            for name, row in self._load(shard).items():
-                prompt, completion = len(row["prompt_ids"]), len(row["completion_ids"])
+            for name, request in self._load(shard).items():
+                prompt, tokens = request.first_teacher_row + 1, len(request.input_ids)
                 self._shard_of[name] = shard
-                self.documents.append(
-                    Document(sample_id=name, num_tokens=prompt + completion, num_supervised=completion)
-                )
+                self.documents.append(Document(sample_id=name, num_tokens=tokens, num_supervised=tokens - prompt))
         if not self.documents:
             raise CacheIntegrityError(f"{store.folder}: holds no conversation. Run dflash2-gen-data stage=regenerate.")
 
-    def rows(self, documents: Sequence[Document]) -> list[dict[str, Any]]:
-        """The rows to capture for ``documents``, in their order."""
+    def requests(self, documents: Sequence[Document]) -> list[CaptureRequest]:
+        """What to capture for ``documents``, in their order."""
         names = {document.sample_id for document in documents}
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, CaptureRequest] = {}
         for shard in sorted({self._shard_of[name] for name in names}):
-            found.update((name, row) for name, row in self._shard(shard).items() if name in names)
+            found.update((name, request) for name, request in self._shard(shard).items() if name in names)
         return [found[document.sample_id] for document in documents]
 
-    def _shard(self, shard: int) -> dict[str, dict[str, Any]]:
+    def _shard(self, shard: int) -> dict[str, CaptureRequest]:
         if shard not in self._shards:
             self._shards[shard] = self._load(shard)
             if len(self._shards) > SHARDS_IN_MEMORY:
@@ -170,25 +174,17 @@ class ConversationRows:
         self._shards.move_to_end(shard)
         return self._shards[shard]
 
-    def _load(self, shard: int) -> dict[str, dict[str, Any]]:
+    def _load(self, shard: int) -> dict[str, CaptureRequest]:
         rows = self._store.read(shard, [*ROW_COLUMNS, "dropped"])
-        return {row["row_id"]: row for row in rows if not row["dropped"]}
+        return {row["row_id"]: capture_request(row) for row in rows if not row["dropped"]}
 
 
 def capture_documents(
-    backend: CaptureBackend, rows: Sequence[dict[str, Any]], tally: CaptureTally, beat: Beat
+    backend: CaptureBackend, requests: Sequence[CaptureRequest], tally: CaptureTally, beat: Beat
 ) -> list[CapturedSample]:
-    """Samples of ``rows``, in their order.
+    """Samples of ``requests``, in their order. The plan counts with every one, so none may be left out.
 
     Raises:
         CacheIntegrityError: a row failed for good, or teacher and engine do not say the same.
     """
-    return list(capture_rows(backend, rows, on_failure=refuse_failure, tally=tally, heartbeat=beat))
-
-
-def refuse_failure(failure: RowFailure) -> None:
-    """End the producer: the plan counts with every row, and a segment with a hole would shift all that follows."""
-    raise CacheIntegrityError(
-        f"conversation {failure.row_id}: {failure.reason}, {failure.attempts} times. Start the producer again; if it "
-        "fails for good, drop the row from the conversations or capture into a cache, which may lack rows."
-    )
+    return list(capture_requests(backend, requests, on_failure=refuse_failure, tally=tally, heartbeat=beat))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from data_gen.cache.claims import ClaimFolder
 from data_gen.cache.format import MANIFEST_FILE, CapturedSample
-from data_gen.cache.plan import PlannedRow, RowPlan
 from data_gen.cache.ring import Ring
+from data_gen.cache.row_plan import PlannedRow, RowPlan
 from data_gen.cache.segment import SegmentReader
 from dflash2_train.config import StreamConfig, UserError
 from dflash2_train.data import split_states

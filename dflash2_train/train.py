@@ -26,6 +26,7 @@ from dflash2_train.config import ConfigError, RunConfig, UserError, absolute, to
 
 if TYPE_CHECKING:
     from dflash2_train.attest import Attestation
+    from dflash2_train.attest.samples import Samples
     from dflash2_train.checkpoint import Checkpoint
     from dflash2_train.data import PackedBatch
     from dflash2_train.metrics import MetricSums
@@ -191,7 +192,7 @@ def run_rank(config: RunConfig, output: Path, found: Checkpoint | None) -> int:
     return export_result(config) if rank == 0 else 0
 
 
-def attest_cache(config: RunConfig, output: Path, data: TrainingData, rank: int) -> Attestation | None:
+def attest_cache(config: RunConfig, output: Path, samples: Samples, rank: int) -> Attestation | None:
     """Put the cache through its gates on the first rank; a refused cache ends the run on every rank.
 
     The verdicts are shown and written to ``attestation.json`` before anything is refused.
@@ -208,7 +209,7 @@ def attest_cache(config: RunConfig, output: Path, data: TrainingData, rank: int)
     attested, passed = None, False
     try:
         if rank == 0:
-            attested = attest(data.attestable(), config)
+            attested = attest(samples, config)
             open_console(stderr=True).print(attested.table())
             atomic_write_json(output / "attestation.json", attested.to_dict())
             passed = attested.passed
@@ -252,7 +253,7 @@ class TrainingRun:
         if found is None:
             if rank == 0:
                 data.begin(row=0, world_size=world_size, goal=goal)
-            attested = attest_cache(config, output, data, rank)
+            attested = attest_cache(config, output, data.attestable(), rank)
         self.objective = build_objective(config, None if found is not None else data.first_samples())
         self.engine = TrainEngine(self.objective, config.train)
         self.objective.frozen.to(self.engine.device, self.dtype)

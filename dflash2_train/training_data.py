@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from data_gen.cache.format import MANIFEST_FILE, CapturedSample, CaptureManifest, IndexRow
-from data_gen.cache.plan import ORDER_VERSION, Document, RowPlan, documents_digest, trainable
 from data_gen.cache.reader import CaptureReader
 from data_gen.cache.ring import ring_plan
+from data_gen.cache.row_plan import ORDER_VERSION, Document, RowPlan, documents_digest, trainable
 from dflash2_train.config import RunConfig, absolute
 from dflash2_train.data import CachedRows, RowSource, WindowLoader
 from dflash2_train.ring_rows import RingRows, wait_for_ring

@@ -15,6 +15,7 @@ from typing import Any
 from tests.toy_target import BOS, END, WORDS
 
 LAYERS, HIDDEN = 5, 32
+PAD = 2  # its embedding is zero, so no text begins with it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Sizes:
             "max_position_embeddings": 128,
             "bos_token_id": BOS,
             "eos_token_id": END,
-            "pad_token_id": BOS,
+            "pad_token_id": PAD,
             "initializer_range": 0.2,  # wide enough that layers and logits differ well
         }
 

@@ -42,7 +42,7 @@ from data_gen.cache.format import (
     list_differences,
     read_json_object,
 )
-from data_gen.cache.plan import ORDER_VERSION, Document, RowPlan, documents_digest
+from data_gen.cache.row_plan import ORDER_VERSION, Document, RowPlan, documents_digest
 from dflash2_train.config import StreamConfig, UserError
 from dflash2_train.provenance import atomic_write_json, atomic_write_text, sha256_json
 
@@ -104,7 +104,7 @@ class Ring:
             root: its folder.
             capture: what shapes the samples.
             plan: :func:`plan_content`.
-            documents: all of them, as :func:`data_gen.cache.plan.trainable` gives them.
+            documents: all of them, as :func:`data_gen.cache.row_plan.trainable` gives them.
 
         Raises:
             CacheIntegrityError: ``root`` holds a ring of other settings; the differences are listed.

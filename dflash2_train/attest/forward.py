@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from data_gen.cache.format import CapturedSample
-from data_gen.cache.reader import CaptureReader
 from dflash2_train.attest.gate import Gate, judge, unknown
 from dflash2_train.attest.labels import spread
+from dflash2_train.attest.samples import Samples
 from dflash2_train.config import AttestConfig, TargetConfig
 from dflash2_train.streams import TapRecorder
 from dflash2_train.target import load_target_model
@@ -45,9 +45,7 @@ class ForwardFindings:
 
 
 @torch.inference_mode()
-def compare_with_forward(
-    reader: CaptureReader, target: TargetConfig, taps: list[int], min_tokens: int
-) -> ForwardFindings:
+def compare_with_forward(samples: Samples, target: TargetConfig, taps: list[int], min_tokens: int) -> ForwardFindings:
     """Run the target over beginnings of samples, until ``min_tokens`` tokens and some teacher rows were compared."""
     model = load_target_model(target)
     layers = sorted({layer for tap in taps for layer in (tap - 1, tap, tap + 1) if 0 <= layer < target.num_layers})
@@ -55,10 +53,10 @@ def compare_with_forward(
     errors: dict[tuple[int, int], list[Tensor]] = {}
     logprob_errors: list[Tensor] = []
     with TapRecorder(model, layers) as recorder:
-        for index in spread(range(len(reader))):
+        for index in spread(range(len(samples))):
             if found.tokens >= min_tokens and found.teacher_rows:
                 break
-            sample = reader.read(index)
+            sample = samples.read(index)
             ids = sample.input_ids[:MAX_PREFIX].long()
             logits = model(input_ids=ids[None], use_cache=False).logits[0].float()  # [S, V]
             streams = {layer: state[0].float() for layer, state in recorder.take().items()}  # [S, H]

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from data_gen.cache.reader import CaptureReader
 from data_gen.cache.verify import teacher_hits
 from dflash2_train.attest.gate import Gate, judge
+from dflash2_train.attest.samples import Samples
 from dflash2_train.config import AttestConfig
 
 ALL = "all"  # the source of samples that no conversation names
@@ -51,12 +51,12 @@ class LabelFindings:
 
 
 def look_at_labels(
-    reader: CaptureReader, sources: dict[str, str], mask_token_id: int, tokens_per_source: int
+    samples: Samples, sources: dict[str, str], mask_token_id: int, tokens_per_source: int
 ) -> LabelFindings:
     """Hold labels against the teacher, up to ``tokens_per_source`` tokens of each source, spread over the cache."""
     groups: dict[str, list[int]] = defaultdict(list)
     lengths = []
-    for index, row in enumerate(reader.index):
+    for index, row in enumerate(samples.index):
         groups[sources.get(row.sample_id, ALL)].append(index)
         lengths.append(row.num_tokens)
     findings = LabelFindings()
@@ -65,7 +65,7 @@ def look_at_labels(
         for index in spread(indices):
             if tokens >= tokens_per_source:
                 break
-            sample = reader.read(index)
+            sample = samples.read(index)
             tokens += lengths[index]
             if bool((sample.input_ids == mask_token_id).any()):
                 findings.with_mask_token.append(sample.sample_id)
@@ -78,11 +78,11 @@ def look_at_labels(
     return findings
 
 
-def label_gates(reader: CaptureReader, findings: LabelFindings, mask_token_id: int, limits: AttestConfig) -> list[Gate]:
+def label_gates(samples: Samples, findings: LabelFindings, mask_token_id: int, limits: AttestConfig) -> list[Gate]:
     """Mask token, supervised share, and the labels of every source."""
     return [
         _mask_token_gate(findings, mask_token_id),
-        _supervised_gate(reader, limits),
+        _supervised_gate(samples, limits),
         *(_source_gate(source, counts, limits.min_agreement) for source, counts in findings.by_source.items()),
     ]
 
@@ -100,9 +100,9 @@ def _mask_token_gate(findings: LabelFindings, mask_token_id: int) -> Gate:
     )
 
 
-def _supervised_gate(reader: CaptureReader, limits: AttestConfig) -> Gate:
-    tokens = sum(row.num_tokens for row in reader.index)
-    share = sum(row.num_supervised for row in reader.index) / max(tokens, 1)
+def _supervised_gate(samples: Samples, limits: AttestConfig) -> Gate:
+    tokens = sum(row.num_tokens for row in samples.index)
+    share = sum(row.num_supervised for row in samples.index) / max(tokens, 1)
     low, high = limits.min_supervised_share, limits.max_supervised_share
     return judge(
         "supervised share",

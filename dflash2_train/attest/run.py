@@ -5,29 +5,29 @@ from __future__ import annotations
 import logging
 
 from data_gen.cache.format import CacheIntegrityError
-from data_gen.cache.reader import CaptureReader
 from dflash2_train.attest.forward import compare_with_forward, forward_gates
 from dflash2_train.attest.gate import Attestation
 from dflash2_train.attest.labels import label_gates, look_at_labels
 from dflash2_train.attest.records import Conversations, record_gates
+from dflash2_train.attest.samples import Samples
 from dflash2_train.config import RunConfig, absolute
 from dflash2_train.target import metadata_folder, open_target_config
 
 logger = logging.getLogger(__name__)
 
 
-def attest(reader: CaptureReader, config: RunConfig) -> Attestation:
+def attest(samples: Samples, config: RunConfig) -> Attestation:
     """Evaluate every gate; refuses nothing itself (see :meth:`Attestation.refuse`).
 
     Args:
-        reader: the cache.
+        samples: the cache.
         config: the experiment; its conversations are read where they lie beside the cache.
 
     Raises:
         ConfigError: the target cannot be opened.
         CacheIntegrityError: a file of the cache cannot be read.
     """
-    content, limits = reader.manifest.content, config.data.attest
+    content, limits = samples.manifest.content, config.data.attest
     taps = list(config.drafter.target_layer_ids)
     if content["target_layer_ids"] != taps:
         raise CacheIntegrityError(
@@ -35,8 +35,8 @@ def attest(reader: CaptureReader, config: RunConfig) -> Attestation:
         )
     conversations = Conversations.read(absolute(config.data.root))
     info = open_target_config(config.target)
-    labels = look_at_labels(reader, conversations.sources, config.drafter.mask_token_id, limits.label_tokens)
-    forward = compare_with_forward(reader, config.target, taps, limits.tokens) if limits.tokens else None
+    labels = look_at_labels(samples, conversations.sources, config.drafter.mask_token_id, limits.label_tokens)
+    forward = compare_with_forward(samples, config.target, taps, limits.tokens) if limits.tokens else None
     attestation = Attestation(
         gates=[
             *record_gates(
@@ -46,7 +46,7 @@ def attest(reader: CaptureReader, config: RunConfig) -> Attestation:
                 info.target_hash,
                 config.data.enable_thinking,
             ),
-            *label_gates(reader, labels, config.drafter.mask_token_id, limits),
+            *label_gates(samples, labels, config.drafter.mask_token_id, limits),
             *forward_gates(forward, taps, str(content.get("cache_dtype", "bfloat16")), limits),
         ],
         tokens=0 if forward is None else forward.tokens,

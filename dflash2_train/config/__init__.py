@@ -14,6 +14,7 @@ from dflash2_train.config.drafter import LAYER_TYPES, DrafterConfig
 from dflash2_train.config.evaluate import EvalConfig
 from dflash2_train.config.export import ExportConfig
 from dflash2_train.config.loss import KL_KINDS, MISSING_CANDIDATE, LossConfig
+from dflash2_train.config.plan import HardwareConfig, PlanConfig
 from dflash2_train.config.prompts import PromptSourceConfig
 from dflash2_train.config.rules import DTYPES, ConfigError, UserError, absolute
 from dflash2_train.config.run import RunConfig, load_config, to_plain
@@ -31,10 +32,12 @@ __all__ = [
     "DrafterConfig",
     "EvalConfig",
     "ExportConfig",
+    "HardwareConfig",
     "KL_KINDS",
     "LAYER_TYPES",
     "LossConfig",
     "MISSING_CANDIDATE",
+    "PlanConfig",
     "PromptSourceConfig",
     "RunConfig",
     "SamplingConfig",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from dflash2_train.config.attest import AttestConfig
-from dflash2_train.config.prompts import PromptSourceConfig
+from dflash2_train.config.prompts import PromptSourceConfig, check_sources
 from dflash2_train.config.rules import require
 from dflash2_train.config.sampling import SamplingConfig
 from dflash2_train.config.store import StoreConfig
@@ -24,6 +24,10 @@ class DataConfig:
     root: str = MISSING  # folder of conversations/ and capture/
     train_prompts: list[PromptSourceConfig] = MISSING
     holdout_prompts: list[PromptSourceConfig] = MISSING
+    evaluation_prompts: list[PromptSourceConfig] = field(default_factory=list)  # of benchmarks: never trained on
+    max_prompts: int | None = None  # training prompts in all, after every filter, shared out by the sources' weights
+    near_duplicates: float | None = 0.8  # Jaccard similarity of 5-word runs from which a prompt is a copy; None = off
+    max_rejected_share: float = 0.1  # share of a source's rows that may be faulty before the run ends
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     enable_thinking: bool | None = None  # chat-template argument; None = the template has none
     backend: str = "vllm"  # vllm | hf, for both stages; never changed silently
@@ -61,7 +65,21 @@ class DataConfig:
             "must lie in [0, 1)",
             "Use 0.01.",
         )
+        self._check_prompts()
         self.sampling.check()
         self.attest.check()
         self.store.check()
         self.stream.check()
+
+    def _check_prompts(self) -> None:
+        limit, near, share = self.max_prompts, self.near_duplicates, self.max_rejected_share
+        require(limit is None or limit > 0, "data.max_prompts", limit, "must be positive", "Use null for all prompts.")
+        require(
+            near is None or 0.7 <= near <= 1.0,
+            "data.near_duplicates",
+            near,
+            "must lie in [0.7, 1], where the index finds nearly all copies",
+            "Use 0.8, or null to keep near-duplicates.",
+        )
+        require(0.0 <= share <= 1.0, "data.max_rejected_share", share, "must lie in [0, 1]", "Use 0.1.")
+        check_sources(self.train_prompts, self.holdout_prompts, self.evaluation_prompts, limit)

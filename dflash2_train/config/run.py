@@ -13,6 +13,7 @@ from dflash2_train.config.drafter import DrafterConfig
 from dflash2_train.config.evaluate import EvalConfig
 from dflash2_train.config.export import ExportConfig
 from dflash2_train.config.loss import LossConfig
+from dflash2_train.config.plan import PlanConfig
 from dflash2_train.config.rules import ConfigError, require
 from dflash2_train.config.target import TargetConfig
 from dflash2_train.config.train import TrainConfig
@@ -34,6 +35,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)  # dflash2-gen-data stage=plan only
 
     def check(self) -> None:
         """Raise :class:`ConfigError` for the first rule that the values break."""
@@ -45,6 +47,7 @@ class RunConfig:
         self.train.check(self.drafter, self.target)
         self.export.check()
         self.eval.check(self.drafter)
+        self.plan.check()
 
 
 def load_config(composed: DictConfig) -> RunConfig:

@@ -22,6 +22,8 @@ class TargetConfig:
     hidden_size: int = MISSING
     num_layers: int = MISSING
     vocab_size: int = MISSING
+    num_parameters: float | None = None  # weights in all, for plans; None = no estimate from peaks
+    num_active_parameters: float | None = None  # weights a token meets; None = all of them
     tensor_parallel_size: int = 1  # GPUs for one copy of the target inside vLLM
     setup: str = ""  # the command that makes a local target folder; quoted in the error if it is missing
 

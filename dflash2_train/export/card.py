@@ -165,7 +165,8 @@ def _source_lines(title: str, sources: Iterable[PromptSourceConfig]) -> list[str
         name = SOURCE_NAMES.get(source.kind) or (source.path if source.kind == "datasets" else Path(source.path).name)
         parts = [name, source.subset or "", source.split, source.revision or ""]
         licence = source.license or "as its rows say"
-        lines.append(f"  - {' / '.join(part for part in parts if part)}; licence: {licence}")
+        terms = f"; terms: {source.terms}" if source.terms else ""
+        lines.append(f"  - {' / '.join(part for part in parts if part)}; licence: {licence}{terms}")
     return lines
 
 

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from data_gen.cache.format import CapturedSample, CaptureManifest
-from data_gen.cache.plan import Document, RowPlan, trainable
 from data_gen.cache.ring import Ring, plan_content, ring_plan
+from data_gen.cache.row_plan import Document, RowPlan, trainable
 from data_gen.cache.segment import segment_bytes
 from data_gen.ring_filler import Beat, RingFiller
 from dflash2_train.config import StreamConfig

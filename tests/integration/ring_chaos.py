@@ -34,8 +34,8 @@ import torch
 
 from data_gen.cache.claims import Claim
 from data_gen.cache.format import CapturedSample
-from data_gen.cache.plan import Document, RowPlan
 from data_gen.cache.ring import Ring, ring_plan
+from data_gen.cache.row_plan import Document, RowPlan
 from data_gen.ring_filler import Beat, RingFiller
 from dflash2_train import ring_rows
 from dflash2_train.config import StreamConfig

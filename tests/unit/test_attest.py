@@ -25,6 +25,7 @@ from dflash2_train.attest.labels import spread
 from dflash2_train.attest.records import SAMPLING_FIELDS, Conversations, record_gates
 from dflash2_train.config import ConfigError, RunConfig
 from dflash2_train.provenance import hash_chat_template
+from tests.architectures import LAYERS, write_architecture
 from tests.cases import tiny_run_config
 from tests.tiny_target import cache_manifest, captured, save_tiny_llama, write_cache
 from tests.toy_target import TEMPLATE, write_tokenizer
@@ -281,6 +282,28 @@ def test_the_run_writes_the_verdicts_before_it_refuses(
     with pytest.raises(ConfigError):
         attest_cache(broken, tmp_path, reader_of(config), rank=0)
     assert told == [False, False, False], "the other ranks hear of an error too"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm_moe_dsa", "glm5_next"])
+def test_a_cache_of_each_architecture_captured_and_attested_from_end_to_end(tmp_path: Path, name: str) -> None:
+    """Sparse attention, recurrent layers and four residual streams included: gates and backend mean the same tap."""
+    from data_gen.backends.hf import HfCapturer
+    from data_gen.capture_rows import capture_rows, refuse_failure
+
+    write_architecture(tmp_path / "target", name)
+    config = tiny_run_config(tmp_path)
+    config.target.name, config.target.dtype, config.target.num_layers = str(tmp_path / "target"), "float32", LAYERS
+    config.data.teacher_top_k, config.data.attest.min_agreement = 8, 0.0
+    rows = [{"row_id": f"r{n}", "prompt_ids": [0, 5, 7 + n], "completion_ids": [*range(20, 40)]} for n in range(3)]
+    folder = Path(config.target.name)
+    for taps, verdict in (([0, 2, 4], PASS), ([0, 1, 3], FAIL)):
+        backend = HfCapturer(folder, config.target, config.data, taps)
+        samples = list(capture_rows(backend, rows, on_failure=refuse_failure))
+        root = tmp_path / "-".join(map(str, taps))
+        CaptureWriter(root, cache_manifest(config)).write_shard(0, samples)
+        attested = attest(CaptureReader(root), config)
+        assert gate(attested, "tap layers").verdict == gate(attested, "taps").verdict == verdict
+        assert gate(attested, "teacher").verdict == PASS
 
 
 def test_limits_are_checked() -> None:

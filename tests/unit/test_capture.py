@@ -26,7 +26,7 @@ from data_gen.backends.hf import HfCapturer, HfGenerator, choose_tokens
 from data_gen.cache.conversations import ConversationStore
 from data_gen.cache.format import CacheIntegrityError
 from data_gen.cache.reader import CaptureReader
-from data_gen.capture_rows import CaptureTally, capture_rows
+from data_gen.capture_rows import CaptureTally, capture_rows, refuse_failure
 from dflash2_train.config import RunConfig, TargetConfig
 from dflash2_train.provenance import hash_tokenizer_files
 from tests.toy_target import END, WORDS, write_model
@@ -271,7 +271,7 @@ def test_a_target_that_did_not_write_the_conversations_is_refused(config: RunCon
     store = write_conversations(config)
     content = {**store.content(), "target_hash": "0" * 64, "tokenizer_hash": hash_tokenizer_files(folder)}
     with pytest.raises(CacheIntegrityError, match="target_hash of"):
-        stage.capture_content(config, content, folder)
+        stage.capture_content(config, content)
 
 
 @pytest.mark.parametrize(
@@ -305,6 +305,19 @@ def test_rows_come_back_in_their_order_whatever_the_engines_order_is(config: Run
     samples = capture_rows(backend, [make_row(n) for n in (3, 1, 2)], on_failure=lambda _: None, tally=tally)
     assert [sample.sample_id for sample in samples] == ["p3-0", "p1-0", "p2-0"]
     assert (tally.samples, tally.agreeing) == (3, 3)
+
+
+def test_a_caller_that_can_leave_no_row_out_hears_row_and_reason(config: RunConfig, folder: Path) -> None:
+    backend = Faulty(HfCapturer(folder, config.target, config.data, TAPS), SPOILS["no answer"][0], "p2")
+    rows = [make_row(number) for number in (1, 2, 3)]
+    with pytest.raises(CacheIntegrityError, match="p2-0: no states after 2 attempts: the engine returned no states"):
+        list(capture_rows(backend, rows, on_failure=refuse_failure))
+
+
+def test_a_row_without_a_completion_is_named(config: RunConfig, folder: Path) -> None:
+    backend = HfCapturer(folder, config.target, config.data, TAPS)
+    with pytest.raises(ValueError, match="p1-0 has no prompt or no completion"):
+        list(capture_rows(backend, [{**make_row(1), "completion_ids": []}], on_failure=refuse_failure))
 
 
 def test_the_same_row_twice_is_refused(config: RunConfig, folder: Path) -> None:

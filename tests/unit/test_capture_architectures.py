@@ -6,6 +6,7 @@ servers define it; the backend reads what a layer hands on.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -55,19 +56,25 @@ def sequence(length: int) -> list[int]:
     return torch.randint(3, len(WORDS), (length,), generator=generator).tolist()
 
 
+@functools.cache
+def model_of(folder: Path) -> Any:
+    return load_pretrained(folder, torch.float32)
+
+
 def reference(folder: Path, ids: list[int]) -> Reference:
-    model = load_pretrained(folder, torch.float32)
+    model = model_of(folder)
     decoder, read = model.get_decoder(), []
 
     def note(_module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         state = arguments[0] if arguments else named["hidden_states"]
         read.append(state.mean(dim=2)[0] if state.ndim == 4 else state[0])
 
-    for layer in decoder.layers[1:]:
-        layer.register_forward_pre_hook(note, with_kwargs=True)
-    decoder.norm.register_forward_pre_hook(note, with_kwargs=True)
+    readers = [*decoder.layers[1:], decoder.norm]
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in readers]
     with torch.inference_mode():
         logits = model(torch.tensor([ids])).logits[0]
+    for handle in handles:
+        handle.remove()
     return Reference(read, logits)
 
 
@@ -95,7 +102,7 @@ def nothing() -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_taps_are_what_the_next_layer_reads_bit_for_bit(folders: dict[str, Path], name: str) -> None:
-    model, ids = load_pretrained(folders[name], torch.float32), sequence(23)
+    model, ids = model_of(folders[name]), sequence(23)
     with torch.inference_mode(), TapRecorder(model, TAPS) as recorder:
         model(torch.tensor([ids]))
         streams = recorder.take()
@@ -106,7 +113,7 @@ def test_taps_are_what_the_next_layer_reads_bit_for_bit(folders: dict[str, Path]
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_taps_are_the_hidden_states_of_the_next_index_bit_for_bit(folders: dict[str, Path], name: str) -> None:
-    model, ids = load_pretrained(folders[name], torch.float32), torch.tensor([sequence(23)])
+    model, ids = model_of(folders[name]), torch.tensor([sequence(23)])
     with torch.inference_mode(), TapRecorder(model, TAPS) as recorder:
         states = model(ids, output_hidden_states=True).hidden_states
         streams = recorder.take()

@@ -47,6 +47,47 @@ def test_the_flagship_recipe_is_as_designed() -> None:
     assert (config.data.sampling.temperature, config.data.sampling.top_p) == (1.0, 0.95)
 
 
+SEVEN = [
+    "ultrachat_200k",
+    "OpenR1-Math-220k",
+    "OpenMathReasoning",
+    "OpenScienceReasoning-2",
+    "OpenCodeReasoning",
+    "OpenCodeInstruct",
+    "evol-codealpaca-v1",
+]
+
+
+def test_every_data_group_fits_the_flagship_and_every_source_names_its_licence() -> None:
+    for path in (CONF / "data").glob("*.yaml"):
+        data = load("+experiment=glm53_flash", f"data={path.stem}").data
+        for source in [*data.train_prompts, *data.holdout_prompts, *data.evaluation_prompts]:
+            assert source.kind == "jsonl" or source.license, f"{path.stem}: {source.path}"
+
+
+def test_the_flagship_mix_has_its_seven_sources_and_keeps_the_benchmarks_out() -> None:
+    data = load("+experiment=glm53_flash").data
+    assert [source.name for source in data.train_prompts] == SEVEN
+    assert [source.max_prompts for source in data.holdout_prompts] == [190, 162, 148]
+    assert {source.name for source in data.evaluation_prompts} == {"GSM8K", "MATH-500", "HumanEval", "MBPP", "MT-Bench"}
+    assert data.max_prompts is not None
+    weight = sum(source.weight or 0 for source in data.train_prompts)
+    for source in data.train_prompts:
+        assert (source.max_prompts or 0) > data.max_prompts * (source.weight or 0) / weight, source.name
+
+
+def test_the_larger_mix_begins_with_the_flagships_and_notes_what_is_gated() -> None:
+    base, plus = (load("+experiment=glm53_flash", f"data={name}").data for name in ("glm53_flash", "glm53_flash_plus"))
+    assert plus.train_prompts[: len(SEVEN)] == base.train_prompts
+    assert plus.holdout_prompts == base.holdout_prompts
+    gated = {source.path for source in plus.train_prompts if "gated" in source.terms.split(";")[0].split()}
+    assert gated == {
+        "lmsys/lmsys-chat-1m",
+        "Salesforce/xlam-function-calling-60k",
+        "nvidia/Nemotron-Post-Training-Dataset-v2",
+    }
+
+
 def test_a_key_added_with_a_plus_is_refused_when_the_schema_lacks_it() -> None:
     with pytest.raises(ConfigError, match=r"train\.lrr"):
         load("+experiment=smollm2_cpu", "+train.lrr=1")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data_gen.cache.format import CapturedSample
-from data_gen.cache.plan import PlannedRow, RowPlan
+from data_gen.cache.row_plan import PlannedRow, RowPlan
 from dflash2_train.data import PackedBatch, WindowLoader, collate
 from dflash2_train.prefetch import Prefetcher
 from tests.ring_cases import PROMPT, ROW_TOKENS, SEED, PlainRows, make_documents, sample_of

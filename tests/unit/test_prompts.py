@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from data_gen.overlap import holdout_hash, split_words, user_turns, word_runs
-from data_gen.prompts import PromptRecord, load_prompts, plan_prompts, prompt_id, remove_holdout
+from data_gen.prompt_report import RemovedPrompt
+from data_gen.prompts import PromptRecord, find_overlap, load_prompts, make_prompts, prompt_id
 from dflash2_train.config import ConfigError, DataConfig, PromptSourceConfig, SamplingConfig
 
 STARTER_TRAIN = 1024
@@ -26,6 +27,14 @@ def user(text: str) -> list[dict[str, str]]:
 def record(text: str, split: str = "train") -> PromptRecord:
     messages = user(text)
     return PromptRecord(prompt_id=prompt_id(messages), source="test", license="x", messages=messages, split=split)
+
+
+def remove_holdout(
+    train: list[PromptRecord], holdout: list[PromptRecord]
+) -> tuple[list[PromptRecord], list[RemovedPrompt]]:
+    removed = find_overlap(train, [("hold-out", holdout)])
+    gone = {entry.prompt_id for entry in removed}
+    return [entry for entry in train if entry.prompt_id not in gone], removed
 
 
 def write_rows(path: Path, rows: list[Any]) -> PromptSourceConfig:
@@ -105,37 +114,51 @@ def test_sources_mix_before_the_cap_and_the_seed_decides_what_it_keeps(tmp_path:
 def test_every_row_ends_kept_as_a_duplicate_or_rejected_with_a_reason(tmp_path: Path) -> None:
     reply = {"role": "assistant", "content": "Yes."}
     rows = [
-        {"messages": user("What is 3 + 4?"), "source": "sums", "license": "MIT"},
+        {"messages": user("What is 3 + 4?")},
         {"messages": user("  what is 3 +  4? ")},  # duplicate
-        {"messages": user("What is 3 - 4?")},  # other text
+        {"messages": user("What is 3 - 4?"), "source": "sums", "license": "MIT"},  # other text
         {"messages": [*user("Ready?"), reply, *user("Go on.")]},
-        {"messages": [*user("Ready?"), reply]},
+        {"messages": [*user("Ready?"), reply, {"role": "assistant", "content": None}]},  # ends where the target goes on
+        {"messages": [reply]},
         {"messages": [{"role": "bot", "content": "Hi"}]},
         {"messages": ["text"]},
         {"messages": user(" \n")},
         {"messages": [{"role": "user", "content": None}]},
         {"messages": user("broken \ud83d")},
+        {"messages": user("\x00\x01\x02 PNG")},
+        {"messages": user("\x03\x04\x05\x06\x07\x08")},
         {"messages": []},
         {"messages": None},
     ]
     source = write_rows(tmp_path / "rows.jsonl", rows)
     source.license = "CC-BY-4.0"
-    records, report = load_prompts([source])
+    records, report = load_prompts([source], max_rejected_share=0.7)
     (counts,) = report.sources
     assert counts.rejected == {
-        "does not end in a user turn": 1,
+        "no user turn": 1,
         "unknown role": 2,
         "empty content": 1,
         "content is not text": 2,
+        "binary content": 2,
         "no messages": 2,
     }
-    assert (counts.rows, counts.usable, counts.kept, counts.duplicates) == (12, 3, 3, 1)
-    assert counts.rows == counts.kept + counts.capped + counts.duplicates + counts.rejected.total()
+    assert (counts.rows, counts.kept, counts.duplicates) == (15, 4, 1)
+    assert counts.first_rejected[:2] == ["rows.jsonl:6: no user turn", "rows.jsonl:7: unknown role 'bot'"]
+    assert user("Ready?") in [entry.messages for entry in records]
     assert {(entry.source, entry.license) for entry in records} == {("sums", "MIT"), ("rows.jsonl", "CC-BY-4.0")}
-    assert counts.licenses == {"MIT": 1, "CC-BY-4.0": 2}
-    assert "12 rows, 3 kept, 1 duplicates" in str(report)
+    assert counts.licenses == {"MIT": 1, "CC-BY-4.0": 3}
+    assert "15 rows, 4 kept, 1 duplicates" in str(report)
     assert "2 rejected (unknown role)" in str(report)
-    assert json.loads(json.dumps(report.to_dict()))["totals"] == {"train": 3}
+    assert json.loads(json.dumps(report.to_dict()))["totals"] == {"train": 4}
+
+
+def test_too_many_faulty_rows_end_the_run_with_the_first_causes_and_fewer_do_not(tmp_path: Path) -> None:
+    source = numbered(tmp_path / "rows.jsonl", "apples", 18)
+    with open(source.path, "a") as file:
+        file.write("{broken\n[1]\n")
+    assert load_prompts([source], max_rejected_share=0.1)[1].sources[0].rejected.total() == 2
+    with pytest.raises(ConfigError, match=r"2 of 20 rows were rejected.*0\.09.*rows\.jsonl:19: not JSON.*:20: a line"):
+        load_prompts([source], max_rejected_share=0.09)
 
 
 def test_a_prompt_of_an_earlier_source_is_a_duplicate_in_a_later_one(tmp_path: Path) -> None:
@@ -149,7 +172,7 @@ def test_a_prompt_of_an_earlier_source_is_a_duplicate_in_a_later_one(tmp_path: P
 def test_plain_text_of_a_prompt_column_becomes_one_user_turn(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "rows.jsonl", [{"prompt": "Sing.", "messages": user("Not this.")}, {"prompt": 3}])
     source.prompt_column = "prompt"
-    records, report = load_prompts([source])
+    records, report = load_prompts([source], max_rejected_share=0.5)
     assert [entry.messages for entry in records] == [user("Sing.")]
     assert report.sources[0].rejected == {"content is not text": 1}
 
@@ -195,18 +218,26 @@ def test_what_cannot_be_used_stops_with_file_line_and_rule(tmp_path: Path, conte
 def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"messages": [{"role": "user", "content": "caf\xe9"}]}\n')
-    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: not JSON"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: not UTF-8"):
         load_prompts([PromptSourceConfig(kind="jsonl", path=str(path))])
 
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"kind": "csv"}, r"data\.train_prompts\[0\]\.kind='csv'"),
+        ({"kind": "xml"}, r"data\.train_prompts\[0\]\.kind='xml'"),
         ({"kind": "starter", "split": "test"}, r"split='test'"),
         ({"kind": "jsonl"}, r"path=''"),
         ({"kind": "jsonl", "path": "absent.jsonl"}, r"path='absent.jsonl': No such file"),
         ({"kind": "datasets", "path": "owner/name"}, r"split=''"),
+        (
+            {"kind": "datasets", "path": "owner/name", "split": "train"},
+            r"revision=None: owner/name may change.*git ls-",
+        ),
+        ({"kind": "datasets", "path": "owner/name", "split": "train", "revision": "main"}, r"revision='main'"),
+        ({"kind": "starter", "split": "train", "roles": {"human": "person"}}, r"roles\.human='person'"),
+        ({"kind": "starter", "split": "train", "holdout_share": 1.0}, r"holdout_share=1\.0"),
+        ({"kind": "starter", "split": "train", "min_chars": 9, "max_chars": 8}, r"max_chars=8: .* min_chars=9"),
         ({"kind": "starter", "split": "train", "max_prompts": 0}, r"max_prompts=0: must be positive"),
     ],
 )
@@ -239,7 +270,7 @@ def test_copies_of_a_holdout_prompt_are_removed_and_a_near_miss_is_kept() -> Non
         "contains a hold-out turn",
         "shares 8-word runs",
     ]
-    assert {entry.holdout_id for entry in removed} == {holdout[0].prompt_id}
+    assert {entry.reference_id for entry in removed} == {holdout[0].prompt_id}
 
 
 def test_a_holdout_prompt_in_a_later_user_turn_is_found_and_an_assistant_turn_is_not_searched() -> None:
@@ -252,7 +283,7 @@ def test_a_holdout_prompt_in_a_later_user_turn_is_found_and_an_assistant_turn_is
     ]
     kept, removed = remove_holdout(entries, holdout)
     assert [entry.messages for entry in kept] == [said]
-    assert [entry.record.messages for entry in removed] == [middle]
+    assert [entry.prompt_id for entry in removed] == [prompt_id(middle)]
 
 
 def test_texts_without_latin_words_are_still_told_apart() -> None:
@@ -273,7 +304,7 @@ def data_config(train: PromptSourceConfig, holdout: PromptSourceConfig) -> DataC
 
 def test_the_plan_keeps_the_holdout_out_of_training_and_lists_what_it_removed(tmp_path: Path) -> None:
     rows = [{"messages": user(text)} for text in ("One.", "Two.", HELD_OUT)]
-    plan = plan_prompts(
+    plan = make_prompts(
         data_config(
             write_rows(tmp_path / "train.jsonl", rows),
             write_rows(tmp_path / "holdout.jsonl", [{"messages": user(HELD_OUT.lower())}]),
@@ -287,7 +318,8 @@ def test_the_plan_keeps_the_holdout_out_of_training_and_lists_what_it_removed(tm
             "prompt_id": prompt_id(user(HELD_OUT)),
             "source": "train.jsonl",
             "rule": "same user turn",
-            "holdout_id": plan.holdout[0].prompt_id,
+            "reference": "hold-out",
+            "reference_id": plan.holdout[0].prompt_id,
         }
     ]
     assert plan.report.totals() == {"train": len(plan.train), "holdout": len(plan.holdout)}
@@ -296,4 +328,4 @@ def test_the_plan_keeps_the_holdout_out_of_training_and_lists_what_it_removed(tm
 
 def test_a_plan_whose_training_prompts_are_the_holdout_is_refused() -> None:
     with pytest.raises(ConfigError, match="all 64 prompts overlap"):
-        plan_prompts(data_config(starter("holdout"), starter("holdout")))
+        make_prompts(data_config(starter("holdout"), starter("holdout")))

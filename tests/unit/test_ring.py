@@ -20,8 +20,8 @@ from data_gen.cache import claims as claims_module
 from data_gen.cache import shard_file
 from data_gen.cache.claims import Claim
 from data_gen.cache.format import CacheIntegrityError, CapturedSample
-from data_gen.cache.plan import Document, RowPlan
 from data_gen.cache.ring import Ring, ring_plan
+from data_gen.cache.row_plan import Document, RowPlan
 from data_gen.cache.segment import SegmentReader
 from data_gen.ring_filler import Beat, RingFiller, Work, next_work
 from dflash2_train import ring_rows

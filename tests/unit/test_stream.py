@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from data_gen.cache.format import CacheIntegrityError
-from data_gen.cache.plan import Document
 from data_gen.cache.ring import Ring
+from data_gen.cache.row_plan import Document
 from data_gen.stream import ConversationRows, DoneCheck, need_room
 from dflash2_train.config import ConfigError, RunConfig, absolute
 from tests.ring_cases import make_documents, make_ring
@@ -54,16 +54,17 @@ def test_documents_have_the_lengths_of_their_conversations_and_dropped_ones_are_
     ]
 
 
-def test_rows_come_in_the_order_of_the_documents_with_the_tokens_as_stored() -> None:
+def test_requests_come_in_the_order_of_the_documents_with_the_tokens_as_stored() -> None:
     store = Store([row(number) for number in range(6)])
     rows = rows_of(store)
     before = store.reads
     wanted = [rows.documents[place] for place in (5, 0, 4)]
-    found = rows.rows(wanted)
-    assert [row["row_id"] for row in found] == ["r5", "r0", "r4"]
-    assert (found[1]["prompt_ids"], found[1]["completion_ids"]) == ([0, 0, 0], [50, 50])
+    requests = rows.requests(wanted)
+    assert [request.request_id for request in requests] == ["r5", "r0", "r4"]
+    assert requests[1].input_ids == [0, 0, 0, 50, 50]
+    assert requests[1].first_teacher_row == 2
     assert store.reads == before + 2, "one read a shard"
-    rows.rows(wanted)
+    rows.requests(wanted)
     assert store.reads == before + 2, "and none while the shard is at hand"
 
 

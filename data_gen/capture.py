@@ -104,7 +104,7 @@ def capture_content(config: RunConfig, conversations: dict[str, Any]) -> dict[st
     return {
         **kept,
         "generated_by": conversations["backend"],
-        "captured_by": config.data.backend,
+        "captured_by": config.data.capturer,
         "conversations": sha256_json(conversations),
         **{f"capture_{key}": value for key, value in hashes.items()},
         "capture_dtype": config.target.dtype,
@@ -198,7 +198,7 @@ def capture(config: RunConfig, folder: Path, open_progress: OpenProgress) -> Cap
     if plan.shards:
         need_space(root, plan.tokens * token_bytes(config))
         started = time.monotonic()
-        logger.info("starting %s to capture %d tokens", config.data.backend, plan.tokens)
+        logger.info("starting %s to capture %d tokens", config.data.capturer, plan.tokens)
         with closing(open_capturer(config, folder)) as backend:
             check_backend(backend, config.target.vocab_size)
             totals.start_seconds = time.monotonic() - started

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 THINKING_ARGUMENT = "enable_thinking"
+TOOLS_ARGUMENT = "tools"
+MAX_REASON = 120  # characters of a template's own error text, which may quote the whole conversation
 
 
 class PromptRefusedError(ValueError):
@@ -62,31 +64,64 @@ class ChatRenderer:
             template_hash=hashlib.sha256(template.encode()).hexdigest(),
         )
 
-    def prompt_text(self, messages: list[dict[str, str]]) -> str:
+    def prompt_text(self, messages: list[dict[str, str]], tools: list[dict[str, Any]] | None = None) -> str:
         """The conversation with the assistant's turn opened.
 
         Raises:
-            PromptRefusedError: the template raises an error for this conversation.
+            PromptRefusedError: the template raises an error for this conversation, or leaves a part of it out.
         """
         from jinja2 import TemplateError
 
         arguments: dict[str, Any] = {}
         if self.enable_thinking is not None:
             arguments[THINKING_ARGUMENT] = self.enable_thinking
+        if tools:
+            if TOOLS_ARGUMENT not in self.template:
+                raise PromptRefusedError("the chat template never reads tools")
+            arguments[TOOLS_ARGUMENT] = tools
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
-        except TemplateError as error:
-            raise PromptRefusedError(f"template: {error}") from error
-        return str(text)
+            text = str(
+                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
+            )
+        # Templates are small programs: beside their own errors they run into those of a value they did not expect.
+        except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
+            first = (str(error).splitlines() or [""])[0]
+            raise PromptRefusedError(f"template: {first[:MAX_REASON] or type(error).__name__}") from error
+        check_complete(messages, text)
+        return text
 
-    def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+    def prompt_ids(self, messages: list[dict[str, str]], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Token ids of :meth:`prompt_text`, nothing added.
 
         Raises:
             PromptRefusedError: see :meth:`prompt_text`.
         """
-        encoded = self.tokenizer(self.prompt_text(messages), add_special_tokens=False)
+        encoded = self.tokenizer(self.prompt_text(messages, tools), add_special_tokens=False)
         return [int(token) for token in encoded["input_ids"]]
+
+    def text_of(self, ids: list[int]) -> str:
+        """Tokens as text, special ones included."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def answer_text(self, completion_ids: list[int], stop_ids: list[int]) -> str:
+        """An answer as the content of a turn of the history: all of it but the token that ended it.
+
+        Special tokens inside stay: think marks are special in some tokenizers, and without them the template could
+        not tell a think part from the answer.
+        """
+        ended = bool(completion_ids) and completion_ids[-1] in stop_ids
+        return self.text_of(completion_ids[:-1] if ended else completion_ids)
+
+
+def check_complete(messages: list[dict[str, str]], text: str) -> None:
+    """Refuse a rendering without the system turn or without the turn that is to be answered.
+
+    Raises:
+        PromptRefusedError: the template left one out.
+    """
+    for message in (messages[0], messages[-1]):
+        if message["role"] in ("system", "user") and message["content"].strip() not in text:
+            raise PromptRefusedError(f"the chat template leaves out the {message['role']} turn")
 
 
 def check_thinking(template: str, enable_thinking: bool | None) -> None:

@@ -20,11 +20,13 @@ from dflash2_train.progress import ProgressReporter
 
 if TYPE_CHECKING:
     from data_gen.capture import CaptureTotals
-    from data_gen.regenerate import ConversationTotals, PreparedPrompts
+    from data_gen.prepare import PreparedPrompts
+    from data_gen.regenerate import ConversationTotals
     from data_gen.ring_filler import FillTotals
 
 logger = logging.getLogger(__name__)
 GIB = 2**30
+MAX_REASONS = 10  # of failed rows in the summary; the ledger has all
 
 
 def open_display(title: str, total: int, before: int) -> ProgressReporter:
@@ -55,7 +57,14 @@ def show_conversations(totals: ConversationTotals, prepared: PreparedPrompts) ->
         ("answer tokens", f"{totals.completion_tokens:,}"),
         ("cut by max_tokens", f"{totals.cut / max(totals.completions, 1):.1%}"),
         *((f"rejected prompts: {reason}", f"{number:,}") for reason, number in sorted(prepared.rejected.items())),
+        *(
+            (f"hold-out, left out: {reason}", f"{number:,}")
+            for reason, number in sorted(prepared.counts.holdout_rejected.items())
+        ),
         *((f"dropped: {reason}", f"{number:,}") for reason, number in sorted(totals.dropped.items())),
+        *((f"later turns not asked: {reason}", f"{number:,}") for reason, number in sorted(totals.skipped.items())),
+        *((f"failed: {reason}", f"{number:,}") for reason, number in totals.failed.most_common(MAX_REASONS)),
+        ("failed in all (given up)", f"{totals.failed.total():,} ({totals.dead:,})"),
         ("written by this run", f"{totals.new_completions:,} in {totals.seconds:.0f} s ({rate:.0f} tokens/s)"),
         ("engine start", f"{totals.start_seconds:.0f} s"),
         ("peak memory", _peak_memory()),
@@ -106,12 +115,15 @@ def gen_data(config: RunConfig) -> int:
 
         show_stream(stream(config, find_target(config.target)))
         return 0
+    if "capture" in stages:
+        logger.info("states will be read by %s", config.data.capturer)  # refuses now what would fail after a week
     if "plan" in stages:
         from data_gen.stage_plan import plan_stage
 
         plan_stage(config)
     if "regenerate" in stages:
-        from data_gen.regenerate import prepare, regenerate
+        from data_gen.prepare import prepare
+        from data_gen.regenerate import regenerate
 
         prepared = prepare(config)
         for line in prepared.plan.report.lines():

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from data_gen.backends import open_capturer, open_generator
-from data_gen.backends.base import CaptureRequest, Completion, GenerationRequest
-from data_gen.regenerate import PreparedPrompts, PromptTokens, row_seed
+from data_gen.backends.base import CaptureRequest, Completion, GenerationRequest, take_from
+from data_gen.prepare import PreparedPrompts
+from data_gen.turns import Dialogue, row_seed, turn_points
 from dflash2_train.config import ConfigError, RunConfig
 
 logger = logging.getLogger(__name__)
 ANSWER_TOKENS = 128  # at most, of an answer of the probe
+REQUESTS_A_SLOT = 4  # of the engine
 SAY_EVERY = 5.0  # seconds between progress lines
 
 
@@ -58,7 +60,7 @@ def probe(config: RunConfig, prepared: PreparedPrompts) -> ProbeResult:
     """
     seconds = config.plan.probe_seconds / 2
     sampling = replace(prepared.sampling, max_tokens=min(ANSWER_TOKENS, prepared.sampling.max_tokens))
-    prompts = prepared.train
+    requests = _requests(config, prepared)
     answered: dict[str, Completion] = {}
 
     def written() -> int:
@@ -67,11 +69,9 @@ def probe(config: RunConfig, prepared: PreparedPrompts) -> ProbeResult:
     generator = open_generator(config, prepared.folder, sampling)
     started = time.monotonic()
     try:
-        requests = [
-            _request(config, prompt, repeat) for repeat in range(_rounds(config, prompts)) for prompt in prompts
-        ]
-        for done in generator.generate(requests, _stopwatch(seconds, "answers", written)):
-            answered[done.request_id] = done
+        for done in generator.generate(take_from(requests), _stopwatch(seconds, "answers", written)):
+            if isinstance(done, Completion):
+                answered[done.request_id] = done
     except _TimeOver:
         logger.info("probe: time for answers is over")
     finally:
@@ -82,29 +82,36 @@ def probe(config: RunConfig, prepared: PreparedPrompts) -> ProbeResult:
             f"plan.probe_seconds={config.plan.probe_seconds}: no answer ended within {seconds:.0f} s. "
             "Give the probe more time, or set plan.regenerate_tokens_per_s and plan.capture_tokens_per_s."
         )
-    rate = _capture_rate(config, prepared, answered, seconds)
+    prompt_ids = {request.request_id: request.prompt_ids for request in requests}
+    rate = _capture_rate(config, prepared, prompt_ids, answered, seconds)
     return ProbeResult(answer_tokens_per_s=written() / generator_seconds, captured_tokens_per_s=rate)
 
 
-def _rounds(config: RunConfig, prompts: list[PromptTokens]) -> int:
-    """How often the prompts are used, so that the engine stays full."""
-    return -(-4 * config.data.max_num_seqs // len(prompts))
-
-
-def _request(config: RunConfig, prompt: PromptTokens, repeat: int) -> GenerationRequest:
-    name = prompt.record.prompt_id
-    seed = row_seed(config.data.sampling.seed, name, repeat)
-    return GenerationRequest(request_id=f"{name}-{repeat}", prompt_ids=prompt.prompt_ids, seed=seed)
+def _requests(config: RunConfig, prepared: PreparedPrompts) -> list[GenerationRequest]:
+    """First turns of the first prompts, repeated where there are few, so that the engine stays full."""
+    wanted = REQUESTS_A_SLOT * config.data.max_num_seqs
+    records = prepared.train[:wanted]
+    requests = []
+    for repeat in range(-(-wanted // len(records))):
+        for record in records:
+            dialogue = Dialogue(record=record, repeat=repeat, points=turn_points(record.messages, config.data.turns))
+            ids = prepared.renderer.prompt_ids(dialogue.messages(), record.tools)
+            seed = row_seed(config.data.sampling.seed, record.prompt_id, repeat, 0)
+            requests.append(GenerationRequest(request_id=dialogue.name, prompt_ids=ids, seed=seed))
+    return requests
 
 
 def _capture_rate(
-    config: RunConfig, prepared: PreparedPrompts, answered: dict[str, Completion], seconds: float
+    config: RunConfig,
+    prepared: PreparedPrompts,
+    prompt_ids: dict[str, list[int]],
+    answered: dict[str, Completion],
+    seconds: float,
 ) -> float:
-    prompt_ids = {prompt.record.prompt_id: prompt.prompt_ids for prompt in prepared.train}
     requests = []
     for name, done in answered.items():
         if done.completion_ids:
-            prompt = prompt_ids[name.rpartition("-")[0]]
+            prompt = prompt_ids[name]
             ids = [*prompt, *done.completion_ids]
             requests.append(CaptureRequest(request_id=name, input_ids=ids, first_teacher_row=len(prompt) - 1))
     captured: list[int] = []  # tokens of each sample

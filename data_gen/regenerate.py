@@ -1,39 +1,36 @@
 """Stage ``regenerate``: the target answers every training prompt, and the answers go to disk as the engine gave them.
 
-Shards hold one row a (prompt, repeat), see ``data_gen.cache.conversations``. All work is queued at once; a shard is
-written the moment its last answer is there, under a temporary name first, so a run killed at any time loses unfinished
-shards and nothing else. A further run answers only what no shard holds, and refuses to under other settings: those
-that shape content stand in the manifest.
+A further run answers only what no shard holds, and refuses to under other settings: those that shape content stand in
+the manifest. Whatever ends a run in order, Ctrl-C included, writes the finished answers first; a run that is killed
+loses those of unfinished shards and nothing else, and they are answered again.
 
 Hold-out prompts are never answered here. They are stored as prompts (``holdout.jsonl``) for the evaluation.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import itertools
-import json
 import logging
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from data_gen.backends import open_generator
-from data_gen.backends.base import Completion, GenerateBackend, GenerationRequest, SamplingSettings
-from data_gen.backends.folder import end_ids, find_target
-from data_gen.cache.conversations import ConversationStore
-from data_gen.chat import ChatRenderer, PromptRefusedError
-from data_gen.prompts import PromptPlan, PromptRecord, plan_prompts
+from data_gen.backends.base import GenerateBackend
+from data_gen.cache.conversations import ConversationStore, KeySet
+from data_gen.cache.format import CacheIntegrityError
+from data_gen.cache.jobs import Job, alone_in, hold_job, key64
+from data_gen.ledger import FAILED, LEDGER_FILES, SKIPPED, Ledger
+from data_gen.prepare import PreparedPrompts, job_of, write_holdout
+from data_gen.workload import WorkList, Workload
 from dflash2_train.config import ConfigError, RunConfig, absolute
-from dflash2_train.provenance import atomic_write_text, hash_model_folder
 
 logger = logging.getLogger(__name__)
-HOLDOUT_FILE = "holdout.jsonl"
 BYTES_A_ROW = 8192  # generous guess of a row in Parquet, for the check of free space
 
 
@@ -48,31 +45,9 @@ class StageProgress(Protocol):
 OpenProgress = Callable[[str, int, int], Any]  # title, total, done before -> context manager giving a StageProgress
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptTokens:
-    """A prompt as token ids."""
-
-    record: PromptRecord
-    prompt_ids: list[int]
-
-
-@dataclass(kw_only=True)
-class PreparedPrompts:
-    """Everything known before the engine starts."""
-
-    folder: Path
-    plan: PromptPlan
-    train: list[PromptTokens]
-    holdout: list[PromptTokens]
-    rejected: Counter[str] = field(default_factory=Counter)  # reason -> training prompts
-    content: dict[str, Any]  # what shapes the conversations
-    sampling: SamplingSettings
-    renderer: ChatRenderer
-
-
 @dataclass(kw_only=True)
 class ConversationTotals:
-    """Counts over every row on disk."""
+    """Counts over every row on disk, of all jobs, and what this run did."""
 
     prompts: int = 0
     completions: int = 0
@@ -80,168 +55,22 @@ class ConversationTotals:
     completion_tokens: int = 0
     cut: int = 0  # ended for length
     dropped: Counter[str] = field(default_factory=Counter)  # reason -> rows kept out of the capture
+    skipped: Counter[str] = field(default_factory=Counter)  # reason -> later turns that cannot be asked
+    failed: Counter[str] = field(default_factory=Counter)  # reason -> rows that have no answer yet
+    dead: int = 0  # of these, given up
     new_completions: int = 0  # written by this run
     new_tokens: int = 0
     seconds: float = 0.0  # of this run, engine start left out
     start_seconds: float = 0.0
 
 
-def row_id(prompt_id: str, repeat: int) -> str:
-    """Name of one answer: of its request, its row and its captured sample."""
-    return f"{prompt_id}-{repeat}"
+@dataclass(frozen=True, kw_only=True)
+class StoredRows:
+    """What is on disk."""
 
-
-def row_seed(seed: int, prompt_id: str, repeat: int) -> int:
-    """Seed of one answer, 32 bits, from these three alone."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{prompt_id}:{repeat}".encode()).digest()[:4], "big")
-
-
-def prepare(config: RunConfig) -> PreparedPrompts:
-    """Plan, render and tokenise all prompts.
-
-    Raises:
-        ConfigError: no target folder, no template, or no prompt left.
-    """
-    folder = find_target(config.target)
-    data = config.data
-    renderer = ChatRenderer.open(
-        folder, enable_thinking=data.enable_thinking, trust_remote_code=config.target.trust_remote_code
-    )
-    plan = plan_prompts(data)
-    rejected: Counter[str] = Counter()
-    train = list(_tokenise(plan.train, renderer, data.max_prompt_tokens, rejected))
-    holdout = list(_tokenise(plan.holdout, renderer, data.max_prompt_tokens, Counter()))
-    if not train:
-        raise ConfigError(
-            f"data.max_prompt_tokens={data.max_prompt_tokens}: none of {len(plan.train)} prompts is left "
-            f"({dict(rejected)}). Raise the limit or fix the prompts."
-        )
-    sampling = SamplingSettings(
-        temperature=data.sampling.temperature,
-        top_p=data.sampling.top_p,
-        top_k=data.sampling.top_k,
-        max_tokens=data.sampling.max_tokens,
-        stop_ids=end_ids(folder),
-    )
-    content = {
-        "target": config.target.name,
-        "revision": config.target.revision,
-        "target_hash": hash_model_folder(folder),
-        "tokenizer_hash": renderer.tokenizer_hash,
-        "chat_template_hash": renderer.template_hash,
-        "enable_thinking": data.enable_thinking,
-        "dtype": config.target.dtype,
-        "backend": data.backend,
-        "sampling": {**dataclasses.asdict(sampling), "seed": data.sampling.seed},
-        "max_prompt_tokens": data.max_prompt_tokens,
-        "drop_cut": data.drop_cut,
-        "holdout_hashes": plan.holdout_hashes,
-    }
-    return PreparedPrompts(
-        folder=folder,
-        plan=plan,
-        train=train,
-        holdout=holdout,
-        rejected=rejected,
-        content=content,
-        sampling=sampling,
-        renderer=renderer,
-    )
-
-
-def _tokenise(
-    records: Sequence[PromptRecord], renderer: ChatRenderer, limit: int, rejected: Counter[str]
-) -> Iterator[PromptTokens]:
-    for record in records:
-        try:
-            ids = renderer.prompt_ids(record.messages)
-        except PromptRefusedError as error:
-            rejected[str(error)] += 1
-            continue
-        if len(ids) > limit:
-            rejected[f"longer than data.max_prompt_tokens={limit}"] += 1
-            continue
-        yield PromptTokens(record=record, prompt_ids=ids)
-
-
-def drop_reason(completion: Completion, *, drop_cut: bool) -> str:
-    """Why an answer is not trained on; empty if it is."""
-    if not completion.completion_ids:
-        return "empty answer"
-    if completion.finish_reason not in ("stop", "length"):
-        return f"ended by {completion.finish_reason}"
-    return "cut by max_tokens" if drop_cut and completion.finish_reason == "length" else ""
-
-
-def _make_row(
-    prompt: PromptTokens, repeat: int, seed: int, done: Completion, prepared: PreparedPrompts
-) -> dict[str, Any]:
-    content, record = prepared.content, prompt.record
-    return {
-        "row_id": row_id(record.prompt_id, repeat),
-        "prompt_id": record.prompt_id,
-        "repeat": repeat,
-        "messages": json.dumps(record.messages, ensure_ascii=False),
-        "source": record.source,
-        "license": record.license,
-        "prompt_ids": prompt.prompt_ids,
-        "completion_ids": done.completion_ids,
-        "completion_text": prepared.renderer.tokenizer.decode(done.completion_ids),
-        "finish_reason": done.finish_reason,
-        "dropped": drop_reason(done, drop_cut=bool(content["drop_cut"])),
-        "seed": seed,
-        **dataclasses.asdict(prepared.sampling),
-        **{key: content[key] for key in ("target", "revision", "target_hash", "enable_thinking")},
-    }
-
-
-@dataclass(kw_only=True)
-class _Shard:
-    """Rows of a shard in the making, in their final order."""
-
-    index: int
-    work: list[tuple[PromptTokens, int]]
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-def plan_shards(
-    prompts: Sequence[PromptTokens], repeats: int, done: set[str], taken: set[int], size: int
-) -> list[_Shard]:
-    """Cut what is not done into shards of ``size``, numbered by the lowest free numbers.
-
-    First answers of all prompts come before second ones, so that a run cut short has seen every prompt.
-
-    Raises:
-        ConfigError: answers on disk belong to prompts that are no longer configured.
-    """
-    wanted = [(prompt, repeat) for repeat in range(repeats) for prompt in prompts]
-    unknown = done - {row_id(prompt.record.prompt_id, repeat) for prompt, repeat in wanted}
-    if unknown:
-        raise ConfigError(
-            f"data.train_prompts: {len(unknown)} answers on disk, as {min(unknown)}, belong to no configured prompt. "
-            "Set the sources and data.sampling.repeats back, or choose another data.root."
-        )
-    left = [(prompt, repeat) for prompt, repeat in wanted if row_id(prompt.record.prompt_id, repeat) not in done]
-    free = (number for number in itertools.count() if number not in taken)
-    return [_Shard(index=next(free), work=left[begin : begin + size]) for begin in range(0, len(left), size)]
-
-
-def write_holdout(root: Path, prompts: Sequence[PromptTokens]) -> None:
-    """Store the hold-out as prompts: id, source, licence, messages, ids."""
-    lines = [
-        {
-            "prompt_id": prompt.record.prompt_id,
-            "source": prompt.record.source,
-            "license": prompt.record.license,
-            "messages": prompt.record.messages,
-            "prompt_ids": prompt.prompt_ids,
-        }
-        for prompt in prompts
-    ]
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    path = root / HOLDOUT_FILE
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        atomic_write_text(path, text)
+    rows: KeySet  # row ids
+    prompts: KeySet  # prompt ids, once each
+    repeats: int  # highest repeat + 1
 
 
 def need_space(folder: Path, wanted: int) -> None:
@@ -258,93 +87,147 @@ def need_space(folder: Path, wanted: int) -> None:
         )
 
 
-def regenerate(config: RunConfig, prepared: PreparedPrompts, open_progress: OpenProgress) -> ConversationTotals:
-    """Answer every prompt that is not answered yet; does not start an engine if there is none.
+def read_stored(store: ConversationStore, totals: ConversationTotals) -> StoredRows:
+    """Names of all rows on disk; adds the rows up in ``totals``.
 
     Raises:
-        CacheIntegrityError: conversations of other settings are there.
+        CacheIntegrityError: a damaged shard, or a row that is there twice.
+    """
+    rows, prompts = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
+    repeats = 0
+    for facts in store.facts():
+        rows.append(np.fromiter(map(key64, facts.row_id), np.uint64))
+        prompts.append(np.unique(np.fromiter(map(key64, facts.prompt_id), np.uint64)))
+        repeats = max(repeats, 1 + max(facts.repeat, default=-1))
+        totals.completions += len(facts.row_id)
+        totals.prompt_tokens += sum(facts.num_prompt_tokens)
+        totals.completion_tokens += sum(facts.num_completion_tokens)
+        totals.cut += facts.finish_reason.count("length")
+        totals.dropped.update(reason for reason in facts.dropped if reason)
+    stored = StoredRows(
+        rows=KeySet(np.concatenate(rows)), prompts=KeySet(np.unique(np.concatenate(prompts))), repeats=repeats
+    )
+    totals.prompts = len(stored.prompts)
+    if stored.rows.repeated():
+        raise CacheIntegrityError(
+            f"{store.folder}: {stored.rows.repeated()} answers are stored twice, so shards were copied or two "
+            "processes wrote here without a common file system lock. Remove the copies, or use another data.root."
+        )
+    return stored
+
+
+def refuse_foreign(stored: StoredRows, prepared: PreparedPrompts, repeats: int) -> None:
+    """Refuse answers that no configured prompt asks for.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    wanted = np.fromiter((key64(record.prompt_id) for record in prepared.plan.train), np.uint64)
+    foreign = len(np.setdiff1d(stored.prompts.keys, wanted))
+    if foreign or stored.repeats > repeats:
+        raise ConfigError(
+            f"data.train_prompts: answers on disk of {foreign} prompts, and of {stored.repeats} repeats, belong to no "
+            "configured prompt. Set the sources and data.sampling.repeats back, or choose another data.root."
+        )
+
+
+def regenerate(config: RunConfig, prepared: PreparedPrompts, open_progress: OpenProgress) -> ConversationTotals:
+    """Answer every turn of this job that is not answered yet; does not start an engine if there is none.
+
+    Raises:
+        CacheIntegrityError: conversations of other settings are there, or damaged ones.
         ConfigError: they belong to other prompts, or the disk is too small.
+        JobBusyError: another process is at work on the same rows.
+        TooManyFailuresError: too many requests were not answered; those that were are stored.
     """
     root = absolute(config.data.root)
+    job = job_of(config.data)
     store = ConversationStore(root)
-    store.open(prepared.content)
-    write_holdout(root, prepared.holdout)
-    present = store.shards()
-    done = {row["row_id"] for index in present for row in store.read(index, ["row_id"])}
-    shards = plan_shards(
-        prepared.train, config.data.sampling.repeats, done, set(present), config.data.conversations_per_shard
-    )
-    totals = ConversationTotals()
-    left = sum(len(shard.work) for shard in shards)
-    if left:
-        need_space(root, left * BYTES_A_ROW)
-        started = time.monotonic()
-        logger.info("starting %s to write %d answers", config.data.backend, left)
-        backend = open_generator(config, prepared.folder, prepared.sampling)
-        totals.start_seconds = time.monotonic() - started
-        try:
-            with open_progress("answers", left + len(done), len(done)) as progress:
-                answer_all(backend, shards, prepared, store, progress, totals)
-        finally:
-            backend.close()
-    return count_rows(store, totals)
+    store.folder.mkdir(parents=True, exist_ok=True)
+    with hold_job(store.folder, job):
+        store.open(prepared.content, job)
+        with alone_in(store.folder):  # every job of an array has the same one to write
+            write_holdout(root, prepared.holdout)
+        stored = read_stored(store, ConversationTotals())
+        refuse_foreign(stored, prepared, config.data.sampling.repeats)
+        totals = ConversationTotals()
+        with Ledger(store.folder, job, config.data.max_attempts) as ledger:
+            if config.data.retry_failed:
+                logger.info("%d answers that were given up are tried again", ledger.reopen_dead())
+            work = WorkList(prepared.train, config.data.sampling.repeats, config.data.turns, stored.rows, ledger)
+            if work.numbers:
+                need_space(root, work.turns_left * BYTES_A_ROW)
+                _answer(config, prepared, work, store, ledger, job, open_progress, totals)
+            return _add_up(store, ledger, totals)
 
 
-def answer_all(
-    backend: GenerateBackend,
-    shards: list[_Shard],
+def _answer(
+    config: RunConfig,
     prepared: PreparedPrompts,
+    work: WorkList,
     store: ConversationStore,
-    progress: StageProgress,
+    ledger: Ledger,
+    job: Job,
+    open_progress: OpenProgress,
     totals: ConversationTotals,
 ) -> None:
-    """Queue everything, write each shard when its last answer comes in."""
-    seed = int(prepared.content["sampling"]["seed"])
-    place: dict[str, tuple[_Shard, PromptTokens, int]] = {}
-    requests = []
-    for shard in shards:
-        for prompt, repeat in shard.work:
-            name = row_id(prompt.record.prompt_id, repeat)
-            place[name] = (shard, prompt, repeat)
-            own = row_seed(seed, prompt.record.prompt_id, repeat)
-            requests.append(GenerationRequest(request_id=name, prompt_ids=prompt.prompt_ids, seed=own))
-    before = sum(len(store.read(index, ["row_id"])) for index in store.shards())
+    """Start the engine and take its answers in."""
+    data = config.data
+    workload = Workload(
+        prepared,
+        work,
+        store,
+        ledger,
+        numbers=job.free_numbers(set(store.shards())),
+        shard_size=data.conversations_per_shard,
+        max_prompt_tokens=data.max_prompt_tokens,
+        max_failed_share=data.max_failed_share,
+    )
+    started = time.monotonic()
+    logger.info("starting %s to write %d answers", data.backend, work.turns_left)
+    backend = open_generator(config, prepared.folder, prepared.sampling)
+    totals.start_seconds = time.monotonic() - started
+    try:
+        with open_progress("answers", work.turns_done + work.turns_left, work.turns_done) as progress:
+            drive(backend, workload, work.turns_done, progress, totals)
+    finally:
+        backend.close()
+
+
+def drive(
+    backend: GenerateBackend, workload: Workload, before: int, progress: StageProgress, totals: ConversationTotals
+) -> None:
+    """Take results in until the engine has none left; ``before`` turns were settled by earlier runs."""
+    counts = workload.counts
     started = time.monotonic()
 
     def beat() -> None:
         seconds = time.monotonic() - started
-        facts = f"{totals.new_tokens / max(seconds, 1e-9):.0f} tokens/s" if totals.new_tokens else "first answers"
-        progress.update(before + totals.new_completions, facts)
+        facts = f"{counts.tokens / max(seconds, 1e-9):.0f} tokens/s" if counts.tokens else "first answers"
+        if counts.failed:
+            facts += f", {counts.failed.total()} failed"
+        progress.update(before + counts.settled, facts)
 
-    for done in backend.generate(requests, beat):
-        shard, prompt, repeat = place.pop(done.request_id)
-        own = row_seed(seed, prompt.record.prompt_id, repeat)
-        shard.rows[done.request_id] = _make_row(prompt, repeat, own, done, prepared)
-        totals.new_completions += 1
-        totals.new_tokens += len(done.completion_ids)
-        if len(shard.rows) == len(shard.work):
-            order = [row_id(entry.record.prompt_id, number) for entry, number in shard.work]
-            store.write(shard.index, [shard.rows[name] for name in order])
-            shard.rows.clear()
-        beat()
-    totals.seconds = time.monotonic() - started
-    if place:
-        raise RuntimeError(
-            f"the engine returned no answer for {len(place)} prompts, as {min(place)}; run again to retry"
+    try:
+        for result in backend.generate(workload.take, beat):
+            workload.settle(result)
+            beat()
+        workload.finish()
+    finally:
+        workload.flush()
+        totals.new_completions, totals.new_tokens = counts.answers, counts.tokens
+        totals.seconds = time.monotonic() - started
+
+
+def _add_up(store: ConversationStore, ledger: Ledger, totals: ConversationTotals) -> ConversationTotals:
+    """Count every row on disk and everything that the ledger knows."""
+    stored = read_stored(store, totals)
+    missing = [entry for entry in ledger.entries(FAILED) if entry.row_id not in stored.rows]
+    totals.failed = Counter(entry.reason for entry in missing)
+    totals.dead = sum(ledger.is_dead(entry.row_id) for entry in missing)
+    totals.skipped = Counter(entry.reason for entry in ledger.entries(SKIPPED))
+    if missing:
+        logger.warning(
+            "%d answers failed so far; which and why stands in %s", len(missing), store.folder / LEDGER_FILES
         )
-
-
-def count_rows(store: ConversationStore, totals: ConversationTotals) -> ConversationTotals:
-    """Add up every row on disk."""
-    prompts: set[str] = set()
-    for index in store.shards():
-        for row in store.read(index, ["prompt_id", "prompt_ids", "completion_ids", "finish_reason", "dropped"]):
-            prompts.add(row["prompt_id"])
-            totals.completions += 1
-            totals.prompt_tokens += len(row["prompt_ids"])
-            totals.completion_tokens += len(row["completion_ids"])
-            totals.cut += row["finish_reason"] == "length"
-            if row["dropped"]:
-                totals.dropped[row["dropped"]] += 1
-    totals.prompts = len(prompts)
     return totals

@@ -9,8 +9,9 @@ from rich.table import Table
 from data_gen.cache.conversations import ConversationStore
 from data_gen.capture import token_bytes
 from data_gen.plan import ASSUMED, COUNTED, Amounts, Fit, Plan, StagePlan, cost, make_plan, short
+from data_gen.prepare import PreparedPrompts, prepare
 from data_gen.probe import probe
-from data_gen.regenerate import ConversationTotals, PreparedPrompts, count_rows, prepare
+from data_gen.regenerate import ConversationTotals, read_stored
 from dflash2_train.app import open_console
 from dflash2_train.config import ConfigError, RunConfig, absolute
 from dflash2_train.provenance import atomic_write_json
@@ -24,7 +25,8 @@ def answers_on_disk(config: RunConfig) -> ConversationTotals | None:
     store = ConversationStore(absolute(config.data.root))
     if not store.shards():
         return None
-    totals = count_rows(store, ConversationTotals())
+    totals = ConversationTotals()
+    read_stored(store, totals)
     return totals if totals.completions else None
 
 
@@ -36,8 +38,8 @@ def find_amounts(config: RunConfig, prepared: PreparedPrompts | None) -> Amounts
     if prepared is None:
         prompts, prompt_tokens, origin = int(plan.prompts or 0), plan.prompt_tokens, ASSUMED
     else:
-        prompts, origin = len(prepared.train), COUNTED
-        prompt_tokens = sum(len(prompt.prompt_ids) for prompt in prepared.train) / prompts
+        prompts, origin = prepared.counts.turns, COUNTED  # every turn is a prompt of its own
+        prompt_tokens = prepared.counts.prompt_tokens / prompts
     there = answers_on_disk(config)
     if there is not None:
         answer_tokens, answer_origin = there.completion_tokens / there.completions, f"{COUNTED} on disk"
@@ -95,7 +97,7 @@ def _amounts_table(config: RunConfig, plan: Plan) -> Table:
     answers = amounts.prompts * config.data.sampling.repeats
     table = Table("what", "amount", "from", title=f"Plan of {config.name}", title_justify="left")
     table.columns[1].justify = "right"
-    table.add_row("training prompts", f"{amounts.prompts:,}", amounts.prompts_origin)
+    table.add_row("training prompts, one a turn", f"{amounts.prompts:,}", amounts.prompts_origin)
     table.add_row("tokens a prompt, mean", f"{amounts.prompt_tokens:,.0f}", amounts.prompt_tokens_origin)
     table.add_row("answers", f"{answers:,}", f"{config.data.sampling.repeats} a prompt")
     table.add_row("tokens an answer, mean", f"{amounts.answer_tokens:,.0f}", amounts.answer_tokens_origin)

@@ -48,16 +48,16 @@ def stream(config: RunConfig, folder: Path) -> FillTotals:
         ConfigError: the budget is too small for two segments, or the disk for the budget.
     """
     check_taps(config.drafter.target_layer_ids, config.target.num_layers)
-    ring, plan, rows = open_ring(config, folder)
+    ring, plan, rows = open_ring(config)
     finished = DoneCheck(ring, config)
     if finished.at_start:
         logger.info("the training of %s is done; nothing to capture", config.train.output_dir)
         return FillTotals()
     need_room(ring, config)
     started = time.monotonic()
-    logger.info("starting %s to capture into %s", config.data.backend, ring.root)
+    logger.info("starting %s to capture into %s", config.data.capturer, ring.root)
     backend = open_capturer(config, folder)
-    logger.info("%s started in %.0f s", config.data.backend, time.monotonic() - started)
+    logger.info("%s started in %.0f s", config.data.capturer, time.monotonic() - started)
     tally = CaptureTally()
     filler = RingFiller(
         ring,
@@ -75,16 +75,11 @@ def stream(config: RunConfig, folder: Path) -> FillTotals:
         backend.close()
 
 
-def open_ring(config: RunConfig, folder: Path) -> tuple[Ring, RowPlan, ConversationRows]:
-    """The ring of ``config``, made if need be, its plan, and where the documents' tokens come from.
-
-    Args:
-        config: the experiment.
-        folder: the target's folder.
-    """
+def open_ring(config: RunConfig) -> tuple[Ring, RowPlan, ConversationRows]:
+    """The ring of ``config``, made if need be, its plan, and where the documents' tokens come from."""
     settings = config.data.stream
     store = ConversationStore(absolute(config.data.root))
-    manifest = CaptureManifest(content=capture_content(config, store.content(), folder))
+    manifest = CaptureManifest(content=capture_content(config, store.content()))
     rows = ConversationRows(store)
     documents = trainable(rows.documents)
     order = {"row_tokens": config.train.row_tokens, "seed": config.train.seed}
@@ -150,11 +145,15 @@ class ConversationRows:
         self._shard_of: dict[str, int] = {}
         self._shards: OrderedDict[int, dict[str, CaptureRequest]] = OrderedDict()
         self.documents: list[Document] = []
-        for shard in store.shards():
-            for name, request in self._load(shard).items():
-                prompt, tokens = request.first_teacher_row + 1, len(request.input_ids)
-                self._shard_of[name] = shard
-                self.documents.append(Document(sample_id=name, num_tokens=tokens, num_supervised=tokens - prompt))
+        for shard, facts in zip(store.shards(), store.facts(), strict=True):
+            lengths = zip(
+                facts.row_id, facts.num_prompt_tokens, facts.num_completion_tokens, facts.dropped, strict=True
+            )
+            for name, prompt, completion, dropped in lengths:
+                if not dropped:
+                    self._shard_of[name] = shard
+                    tokens = prompt + completion
+                    self.documents.append(Document(sample_id=name, num_tokens=tokens, num_supervised=completion))
         if not self.documents:
             raise CacheIntegrityError(f"{store.folder}: holds no conversation. Run dflash2-gen-data stage=regenerate.")
 

@@ -1,7 +1,7 @@
 """From planned rows to packed batches.
 
-Which documents lie in which row is told by :class:`data_gen.cache.row_plan.RowPlan`, an endless list of rows; where their
-samples come from, a cache or a ring, by a :class:`RowSource`. A window is what one optimizer step takes:
+Which documents lie in which row is told by :class:`data_gen.cache.row_plan.RowPlan`, an endless list of rows; where
+their samples come from, a cache or a ring, by a :class:`RowSource`. A window is what one optimizer step takes:
 ``accumulation`` micro-batches of ``rows`` rows on each of ``world_size`` ranks. The same global window holds the same
 rows on any number of ranks and from any source.
 """

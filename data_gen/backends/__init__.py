@@ -1,6 +1,7 @@
-"""Engines that write answers and read the target's states: vLLM, and plain transformers as the reference.
+"""Engines that write answers and read the target's states: vLLM, plain transformers as the reference, and servers.
 
 ``data.backend`` chooses, and nothing else does: a backend that cannot start is an error, never a reason for the other.
+Servers answer only; ``data.capture_backend`` then says who reads the states.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ def open_generator(config: RunConfig, folder: Path, sampling: SamplingSettings) 
         from data_gen.backends.hf import HfGenerator
 
         return HfGenerator(folder, config.target, config.data, sampling)
+    if config.data.backend == "server":
+        from data_gen.backends.server import ServerGenerator
+
+        return ServerGenerator(config.target, config.data, sampling)
     _need_vllm()
     from data_gen.backends.vllm_engine import VllmGenerator
 
@@ -39,7 +44,7 @@ def open_generator(config: RunConfig, folder: Path, sampling: SamplingSettings) 
 def open_capturer(config: RunConfig, folder: Path) -> CaptureBackend:
     """The configured backend, started, for reading states."""
     taps = list(config.drafter.target_layer_ids)
-    if config.data.backend == "hf":
+    if config.data.capturer == "hf":
         from data_gen.backends.hf import HfCapturer
 
         return HfCapturer(folder, config.target, config.data, taps)

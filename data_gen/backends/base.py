@@ -1,13 +1,13 @@
 """What a backend does for the two stages: answer prompts, and read the target's states for known tokens.
 
-Both calls take all the work at once and yield results as they finish, in any order, so that an engine stays full
-while finished shards go to disk. Rows to capture are pulled from an iterable as there is room for them, so that the
-memory taken does not grow with their number.
+Results come as they finish, in any order, so that an engine stays full while finished shards go to disk. Requests are
+pulled as there is room for them, so that the memory taken does not grow with their number; prompts one at a time, as an
+answer can be the reason for the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -74,11 +74,30 @@ class CapturedStates:
     cached_tokens: int = 0  # tokens that the engine took from a prefix cache instead of computing them
 
 
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A request without an answer, for good as far as this run goes."""
+
+    request_id: str
+    reason: str
+
+
+# The next request, or None if there is none now. More may follow once an answer has been taken, so an engine that got
+# None asks again after every answer and is done when it got None with nothing under way.
+TakeRequest = Callable[[], GenerationRequest | None]
+
+
+def take_from(requests: Iterable[GenerationRequest]) -> TakeRequest:
+    """Requests that are known beforehand, one by one."""
+    remaining = iter(requests)
+    return lambda: next(remaining, None)
+
+
 class GenerateBackend(Protocol):
     """Answers prompts with the target."""
 
-    def generate(self, requests: Sequence[GenerationRequest], heartbeat: Heartbeat) -> Iterator[Completion]:
-        """Completions of all ``requests``, as they finish."""
+    def generate(self, take: TakeRequest, heartbeat: Heartbeat) -> Iterator[Completion | Failure]:
+        """One result for every request taken, as they finish."""
         ...
 
     def close(self) -> None:

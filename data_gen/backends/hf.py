@@ -22,14 +22,16 @@ from data_gen.backends.base import (
     CapturedStates,
     CaptureRequest,
     Completion,
+    Failure,
     GenerationRequest,
     Heartbeat,
     SamplingSettings,
+    TakeRequest,
 )
 from data_gen.backends.batches import length_batches
 from data_gen.backends.head import CHUNK_ROWS, place_rows, top_rows
 from data_gen.backends.nucleus import keep_nucleus_
-from dflash2_train.config import DataConfig, TargetConfig
+from dflash2_train.config import ConfigError, DataConfig, TargetConfig
 from dflash2_train.pretrained import load_pretrained
 from dflash2_train.streams import TapRecorder
 
@@ -57,18 +59,37 @@ def choose_tokens(logits: Tensor, sampling: SamplingSettings, generators: Sequen
     return torch.cat(drawn).to(logits.device)
 
 
+def check_supported(sampling: SamplingSettings) -> None:
+    """Refuse sampling fields that :func:`choose_tokens` does not apply.
+
+    Raises:
+        ConfigError: one of them is not at its neutral value.
+    """
+    neutral = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    for name, value in neutral.items():
+        if vars(sampling)[name] != value:
+            raise ConfigError(
+                f"data.sampling.{name}={vars(sampling)[name]}: data.backend=hf does not apply it. "
+                f"Set it to {value}, or use data.backend=vllm."
+            )
+
+
 class HfGenerator:
     """Answers prompts in left-padded batches; see :class:`data_gen.backends.base.GenerateBackend`."""
 
     def __init__(self, folder: Path, target: TargetConfig, data: DataConfig, sampling: SamplingSettings) -> None:
+        check_supported(sampling)
         self._model = _load(folder, target)
         self._sampling = sampling
         self._rows = min(data.max_num_seqs, MAX_ROWS)
 
-    def generate(self, requests: Sequence[GenerationRequest], heartbeat: Heartbeat) -> Iterator[Completion]:
-        """Completions of all ``requests``, batch by batch."""
-        for begin in range(0, len(requests), self._rows):
-            yield from self._batch(requests[begin : begin + self._rows], heartbeat)
+    def generate(self, take: TakeRequest, heartbeat: Heartbeat) -> Iterator[Completion | Failure]:
+        """Completions, batch by batch."""
+        while True:
+            batch = [request for _ in range(self._rows) if (request := take()) is not None]
+            if not batch:
+                return
+            yield from self._batch(batch, heartbeat)
 
     @torch.inference_mode()
     def _batch(self, requests: Sequence[GenerationRequest], heartbeat: Heartbeat) -> list[Completion]:

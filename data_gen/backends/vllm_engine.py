@@ -1,7 +1,7 @@
 """vLLM as backend of both stages. The only module beside its two neighbours that imports vLLM.
 
-The engine runs in this process (no engine-core process) and is driven step by step, so that all requests are queued at
-once, the batch never drains between shards, and finished ones can be stored while others decode.
+The engine runs in this process (no engine-core process) and is driven step by step, so that a full batch always waits
+behind the one that decodes, and finished requests can be stored while others decode.
 
 On a CPU three settings differ. Compilation is off: it takes a C++ compiler and a minute, and gains little there.
 Chunked prefill is off while sampling: vLLM 0.32 rewinds the generator of a partly prefilled seeded request, which CPU
@@ -34,9 +34,10 @@ from data_gen.backends.base import (
     CapturedStates,
     CaptureRequest,
     Completion,
-    GenerationRequest,
+    Failure,
     Heartbeat,
     SamplingSettings,
+    TakeRequest,
 )
 from data_gen.backends.head import TeacherHead, place_rows
 from data_gen.backends.state_files import take_states
@@ -104,6 +105,7 @@ class VllmGenerator:
             arguments["logits_processors"] = ["data_gen.backends.vllm_sampling:NucleusProcessor"]
         self.engine = _start(arguments)
         self._sampling = sampling
+        self._most = QUEUED_PER_SEQUENCE * data.max_num_seqs
 
     def parameters(self, seed: int) -> SamplingParams:
         """Every field written out, for one request."""
@@ -127,12 +129,17 @@ class VllmGenerator:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def generate(self, requests: Sequence[GenerationRequest], heartbeat: Heartbeat) -> Iterator[Completion]:
-        """Completions of all ``requests``, as they finish."""
-        for request in requests:
-            prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
-            self.engine.add_request(request.request_id, prompt, self.parameters(request.seed))
-        while self.engine.has_unfinished_requests():
+    def generate(self, take: TakeRequest, heartbeat: Heartbeat) -> Iterator[Completion | Failure]:
+        """Completions, as they finish."""
+        while True:
+            while self.engine.get_num_unfinished_requests() < self._most and (request := take()) is not None:
+                prompt = TokensPrompt(prompt_token_ids=request.prompt_ids)
+                try:
+                    self.engine.add_request(request.request_id, prompt, self.parameters(request.seed))
+                except ValueError as error:  # how vLLM refuses a prompt
+                    yield Failure(request_id=request.request_id, reason=f"vLLM: {error}")
+            if not self.engine.has_unfinished_requests():
+                return
             for output in self.engine.step():
                 yield _completion(output)
             heartbeat()

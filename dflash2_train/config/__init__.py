@@ -13,6 +13,7 @@ from dflash2_train.config.data import DataConfig
 from dflash2_train.config.drafter import LAYER_TYPES, DrafterConfig
 from dflash2_train.config.evaluate import EvalConfig
 from dflash2_train.config.export import ExportConfig
+from dflash2_train.config.generation import GenerationConfig, ServersConfig
 from dflash2_train.config.loss import KL_KINDS, MISSING_CANDIDATE, LossConfig
 from dflash2_train.config.plan import HardwareConfig, PlanConfig
 from dflash2_train.config.prompts import PromptSourceConfig
@@ -32,6 +33,7 @@ __all__ = [
     "DrafterConfig",
     "EvalConfig",
     "ExportConfig",
+    "GenerationConfig",
     "HardwareConfig",
     "KL_KINDS",
     "LAYER_TYPES",
@@ -41,6 +43,7 @@ __all__ = [
     "PromptSourceConfig",
     "RunConfig",
     "SamplingConfig",
+    "ServersConfig",
     "StoreConfig",
     "StreamConfig",
     "TargetConfig",

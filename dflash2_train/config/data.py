@@ -7,18 +7,20 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from dflash2_train.config.attest import AttestConfig
+from dflash2_train.config.generation import GenerationConfig
 from dflash2_train.config.prompts import PromptSourceConfig, check_sources
-from dflash2_train.config.rules import require
+from dflash2_train.config.rules import ConfigError, require
 from dflash2_train.config.sampling import SamplingConfig
 from dflash2_train.config.store import StoreConfig
 from dflash2_train.config.stream import StreamConfig
 
-BACKENDS = ("vllm", "hf")
+BACKENDS = ("vllm", "hf", "server")
+CAPTURE_BACKENDS = ("vllm", "hf")
 MODES = ("cache", "stream")
 
 
 @dataclass(kw_only=True)
-class DataConfig:
+class DataConfig(GenerationConfig):
     """Prompts, regeneration, capture and the cache."""
 
     root: str = MISSING  # folder of conversations/ and capture/
@@ -27,14 +29,16 @@ class DataConfig:
     evaluation_prompts: list[PromptSourceConfig] = field(default_factory=list)  # of benchmarks: never trained on
     max_prompts: int | None = None  # training prompts in all, after every filter, shared out by the sources' weights
     near_duplicates: float | None = 0.8  # Jaccard similarity of 5-word runs from which a prompt is a copy; None = off
-    max_rejected_share: float = 0.1  # share of a source's rows that may be faulty before the run ends
+    # Share of a source's rows that may be faulty, and of the prompts that may be refused by the chat template or too
+    # long, before the run ends.
+    max_rejected_share: float = 0.1
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     enable_thinking: bool | None = None  # chat-template argument; None = the template has none
-    backend: str = "vllm"  # vllm | hf, for both stages; never changed silently
+    backend: str = "vllm"  # vllm | hf | server: who answers; never changed silently
+    capture_backend: str | None = None  # vllm | hf: who reads states; None = data.backend
     mode: str = "cache"  # cache: all states on disk first; stream: captured while training, through a ring
     stream: StreamConfig = field(default_factory=StreamConfig)
     max_prompt_tokens: int = MISSING  # longer prompts are dropped and counted
-    drop_cut: bool = False  # True drops completions that ended for length
     teacher_top_k: int = 20
     conversations_per_shard: int = 128
     max_num_seqs: int = 96  # requests in flight inside the engine
@@ -44,8 +48,31 @@ class DataConfig:
     max_failed_share: float = 0.01  # of conversations whose answer or states could not be had; more end the stage
     attest: AttestConfig = field(default_factory=AttestConfig)
 
+    @property
+    def capturer(self) -> str:
+        """The backend of stage capture.
+
+        Raises:
+            ConfigError: it would be servers, which give no states.
+        """
+        chosen = self.capture_backend or self.backend
+        if chosen not in CAPTURE_BACKENDS:
+            raise ConfigError(
+                f"data.capture_backend={self.capture_backend!r}: with data.backend={self.backend} nothing can read the "
+                f"target's states. Set data.capture_backend to one of {CAPTURE_BACKENDS}, or run stage=regenerate."
+            )
+        return chosen
+
     def check(self) -> None:
         require(self.backend in BACKENDS, "data.backend", self.backend, f"must be one of {BACKENDS}", "Pick one.")
+        require(
+            self.capture_backend is None or self.capture_backend in CAPTURE_BACKENDS,
+            "data.capture_backend",
+            self.capture_backend,
+            f"must be one of {CAPTURE_BACKENDS}",
+            "Leave it null for data.backend.",
+        )
+        self.check_generation(self.backend)
         require(self.teacher_top_k > 0, "data.teacher_top_k", self.teacher_top_k, "must be positive", "Use 20.")
         require(
             self.conversations_per_shard > 0,

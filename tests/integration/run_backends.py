@@ -13,7 +13,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from data_gen.backends.base import CaptureRequest, GenerationRequest, SamplingSettings
+from data_gen.backends.base import CaptureRequest, GenerationRequest, SamplingSettings, take_from
 from dflash2_train.config import DataConfig, SamplingConfig, TargetConfig
 
 
@@ -64,7 +64,9 @@ def main() -> None:
             GenerationRequest(request_id=f"{name}{number}", prompt_ids=ids, seed=number)
             for number, ids in enumerate(settings["prompts"])
         ]
-        runs = [sorted(generator.generate(asked, nothing), key=lambda done: done.request_id) for _ in range(2)]
+        runs = [
+            sorted(generator.generate(take_from(asked), nothing), key=lambda done: done.request_id) for _ in range(2)
+        ]
         assert runs[0] == runs[1], "the same seeds give the same answers"
         for request, done in zip(asked, runs[0], strict=True):
             ids = [*request.prompt_ids, *done.completion_ids]

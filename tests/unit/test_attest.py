@@ -156,7 +156,7 @@ def test_one_source_of_foreign_text_is_refused_though_the_whole_agrees(config: R
     writer.write_shard(0, [*samples, foreign])
     store = ConversationStore(tmp_path)
     store.folder.mkdir(parents=True)
-    (store.folder / "manifest.json").write_text(json.dumps({"content": {"enable_thinking": None}}))
+    (store.folder / "manifest.json").write_text(json.dumps({"format_version": 2, "content": {"enable_thinking": None}}))
     sources = {sample.sample_id: "own" for sample in samples} | {foreign.sample_id: "foreign"}
     write_rows(store, sources)
     data = dataclasses.replace(config.data, root=str(tmp_path))

@@ -20,6 +20,7 @@ from data_gen.backends.base import (
     GenerationRequest,
     Heartbeat,
     SamplingSettings,
+    take_from,
 )
 from data_gen.backends.head import load_head, place_rows
 from data_gen.backends.hf import HfCapturer, HfGenerator, choose_tokens
@@ -109,6 +110,8 @@ def make_row(number: int) -> dict[str, Any]:
         "row_id": f"p{number}-0",
         "prompt_id": f"p{number}",
         "repeat": 0,
+        "turn": 0,
+        "tools": "",
         "prompt_ids": IDS[:PROMPT],
         "completion_ids": [*IDS[PROMPT:-1], 20 + number, END],
         "finish_reason": "stop",
@@ -262,6 +265,7 @@ def test_a_shard_that_lacks_a_conversation_is_not_taken_for_done(config: RunConf
     run(config, folder)
     rows = store.read(1)
     rows[0]["row_id"] = "new-0"
+    store.path(1).unlink()
     store.write(1, rows)
     with pytest.raises(CacheIntegrityError, match="shard-00001.*as new-0"):
         run(config, folder)
@@ -339,7 +343,7 @@ def test_plain_greedy_answers_equal_one_by_one_decoding(folder: Path, config: Ru
     prompts = [[0, 7, 8], [0, 9, 10, 11, 12, 13]]
     generator = HfGenerator(folder, config.target, config.data, settings(temperature=0.0, max_tokens=6))
     asked = [GenerationRequest(request_id=str(n), prompt_ids=ids, seed=n) for n, ids in enumerate(prompts)]
-    answers = {done.request_id: done.completion_ids for done in generator.generate(asked, beat)}
+    answers = {done.request_id: done.completion_ids for done in generator.generate(take_from(asked), beat)}
     for number, ids in enumerate(prompts):
         expected: list[int] = []
         while len(expected) < 6 and END not in expected:
@@ -352,7 +356,7 @@ def test_sampled_answers_depend_on_the_seed_alone(folder: Path, config: RunConfi
     def ask(seeds: list[int]) -> list[list[int]]:
         generator = HfGenerator(folder, config.target, config.data, settings())
         asked = [GenerationRequest(request_id=str(seed), prompt_ids=[0, 7, 8], seed=seed) for seed in seeds]
-        return [done.completion_ids for done in generator.generate(asked, beat)]
+        return [done.completion_ids for done in generator.generate(take_from(asked), beat)]
 
     first, second = ask([1, 2])
     assert first != second

@@ -15,7 +15,7 @@ import pytest
 
 from data_gen import probe as probing
 from data_gen import stage_plan
-from data_gen.backends.base import CaptureRequest, Completion, GenerationRequest, Heartbeat, SamplingSettings
+from data_gen.backends.base import CaptureRequest, Completion, Heartbeat, SamplingSettings, TakeRequest
 from data_gen.plan import (
     ASSUMED,
     COUNTED,
@@ -33,8 +33,8 @@ from data_gen.plan import (
     slot_weights,
     train_step_flops,
 )
+from data_gen.prepare import PromptCounts
 from data_gen.prompts import PromptRecord
-from data_gen.regenerate import PromptTokens
 from dflash2_train.config import ConfigError, HardwareConfig, PlanConfig, RunConfig
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
@@ -204,8 +204,8 @@ class Endless:
     def __init__(self) -> None:
         self.closed = False
 
-    def generate(self, requests: Sequence[GenerationRequest], heartbeat: Heartbeat) -> Iterator[Completion]:
-        for request in itertools.cycle(requests):
+    def generate(self, take: TakeRequest, heartbeat: Heartbeat) -> Iterator[Completion]:
+        for request in itertools.cycle(list(iter(take, None))):
             yield Completion(request_id=request.request_id, completion_ids=[1, 2, 3], finish_reason="stop")
             heartbeat()
 
@@ -219,7 +219,7 @@ class Endless:
 
 
 class Stuck(Endless):
-    def generate(self, requests: Sequence[GenerationRequest], heartbeat: Heartbeat) -> Iterator[Completion]:
+    def generate(self, take: TakeRequest, heartbeat: Heartbeat) -> Iterator[Completion]:
         while True:
             heartbeat()
         yield
@@ -227,11 +227,21 @@ class Stuck(Endless):
 
 def prepared(count: int) -> SimpleNamespace:
     records = [
-        PromptRecord(prompt_id=f"p{n}", source="s", license="mit", messages=[], split="train") for n in range(count)
+        PromptRecord(
+            prompt_id=f"p{n}",
+            source="s",
+            license="mit",
+            messages=[{"role": "user", "content": "w1"}],
+            split="train",
+        )
+        for n in range(count)
     ]
-    train = [PromptTokens(record=record, prompt_ids=[5, 6]) for record in records]
+    renderer = SimpleNamespace(prompt_ids=lambda _messages, _tools: [5, 6])
+    counts = PromptCounts(turns=count, prompt_tokens=2 * count)
     sampling = SamplingSettings(temperature=1.0, top_p=1.0, top_k=0, max_tokens=500, stop_ids=[0])
-    return SimpleNamespace(train=train, folder=Path("target"), sampling=sampling, rejected=Counter())
+    return SimpleNamespace(
+        train=records, counts=counts, renderer=renderer, folder=Path("target"), sampling=sampling, rejected=Counter()
+    )
 
 
 def test_a_probe_ends_in_time_and_closes_both_engines(tiny_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,92 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import errno
 import json
-from collections.abc import Iterator, Sequence
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from data_gen import regenerate as stage
-from data_gen.backends.base import Completion, GenerationRequest, Heartbeat, SamplingSettings
+from data_gen.backends.hf import check_supported
 from data_gen.backends.nucleus import keep_nucleus_
 from data_gen.cache.conversations import ConversationStore
 from data_gen.cache.format import CacheIntegrityError
-from dflash2_train.config import ConfigError, PromptSourceConfig, RunConfig, SamplingConfig
-from tests.toy_target import END, write_model, write_tokenizer
-
-PROMPTS, SHARD, MAX_TOKENS = 10, 4, 5
-
-
-class Silent:
-    def update(self, done: int, facts: str = "") -> None:
-        pass
-
-
-@contextlib.contextmanager
-def no_display(_title: str, _total: int, _before: int) -> Iterator[Silent]:
-    yield Silent()
-
-
-class StubBackend:
-    """Answers in reverse order; every third one is cut; dies after ``alive`` answers."""
-
-    def __init__(self, alive: int | None = None) -> None:
-        self.requests: list[GenerationRequest] = []
-        self.sampling: SamplingSettings | None = None
-        self.alive, self.closed = alive, False
-
-    def generate(self, requests: Sequence[GenerationRequest], heartbeat: Heartbeat) -> Iterator[Completion]:
-        self.requests += requests
-        for number, request in enumerate(requests[::-1] if self.alive is None else requests):
-            if number == self.alive:
-                raise KeyboardInterrupt
-            cut = request.seed % 3 == 0
-            ids = [7, 8, 9, 10, 11] if cut else [7, 8, END]
-            heartbeat()
-            yield Completion(
-                request_id=request.request_id, completion_ids=ids, finish_reason="length" if cut else "stop"
-            )
-
-    def close(self) -> None:
-        self.closed = True
+from data_gen.cli import gen_data
+from data_gen.prepare import prepare
+from data_gen.turns import row_seed
+from dflash2_train.config import ConfigError, RunConfig
+from dflash2_train.provenance import publish
+from tests.regeneration import MAX_TOKENS, PROMPTS, SHARD, StubBackend, make_config, no_display, rows_of, run, with_data
+from tests.toy_target import END
 
 
 @pytest.fixture
 def config(tmp_path: Path, tiny_config: RunConfig) -> RunConfig:
-    target = tmp_path / "target"
-    write_tokenizer(target)
-    write_model(target)
-    for name, word, count in (("train", "w50", PROMPTS), ("holdout", "w60", 2)):
-        lines = [{"messages": [{"role": "user", "content": f"w{n} {word} w{n + 1}"}]} for n in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    data = dataclasses.replace(
-        tiny_config.data,
-        root=str(tmp_path / "data"),
-        train_prompts=[PromptSourceConfig(kind="jsonl", path=str(tmp_path / "train.jsonl"), license="mit")],
-        holdout_prompts=[PromptSourceConfig(kind="jsonl", path=str(tmp_path / "holdout.jsonl"), license="mit")],
-        sampling=SamplingConfig(max_tokens=MAX_TOKENS),
-        conversations_per_shard=SHARD,
-    )
-    named = dataclasses.replace(tiny_config.target, name=str(target))
-    return dataclasses.replace(tiny_config, data=data, target=named)
-
-
-def run(config: RunConfig, monkeypatch: pytest.MonkeyPatch, backend: StubBackend) -> stage.ConversationTotals:
-    def opened(_config: RunConfig, _folder: Path, sampling: SamplingSettings) -> StubBackend:
-        backend.sampling = sampling
-        return backend
-
-    monkeypatch.setattr(stage, "open_generator", opened)
-    return stage.regenerate(config, stage.prepare(config), no_display)
-
-
-def rows_of(config: RunConfig) -> dict[str, dict[str, object]]:
-    store = ConversationStore(Path(config.data.root))
-    return {row["row_id"]: row for index in store.shards() for row in store.read(index)}
+    return make_config(tmp_path, tiny_config)
 
 
 def with_sampling(config: RunConfig, **changes: object) -> RunConfig:
@@ -107,10 +47,20 @@ def test_rows_keep_the_ids_of_the_engine_and_everything_needed_to_repeat_them(
     for name, row in rows.items():
         assert row["prompt_ids"] == by_id[name].prompt_ids
         assert row["completion_ids"] in ([7, 8, END], [7, 8, 9, 10, 11])
-        assert row["seed"] == by_id[name].seed == stage.row_seed(0, str(row["prompt_id"]), 0)
+        assert row["seed"] == by_id[name].seed == row_seed(0, str(row["prompt_id"]), 0, 0)
         assert (row["temperature"], row["top_p"], row["max_tokens"], row["stop_ids"]) == (1.0, 0.95, MAX_TOKENS, [END])
         assert (row["license"], row["target"]) == ("mit", config.target.name)
     assert len({request.seed for request in backend.requests}) == PROMPTS
+
+
+def test_shards_hold_rows_in_the_order_of_the_plan_whatever_order_the_engine_answers_in(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(config, monkeypatch, StubBackend())  # answers the newest request first
+    store = ConversationStore(Path(config.data.root))
+    stored = [[row["prompt_id"] for row in store.read(index)] for index in store.shards()]
+    planned = [record.prompt_id for record in prepare(config).train]
+    assert stored == [planned[begin : begin + SHARD] for begin in range(0, PROMPTS, SHARD)]
 
 
 def test_cut_answers_are_counted_and_never_get_an_end_token(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +79,7 @@ def test_the_drop_policy_marks_exactly_the_cut_rows(config: RunConfig, monkeypat
 def test_a_finished_stage_starts_no_engine(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     run(config, monkeypatch, StubBackend())
     monkeypatch.setattr(stage, "open_generator", lambda *_: pytest.fail("an engine was started"))
-    totals = stage.regenerate(config, stage.prepare(config), no_display)
+    totals = stage.regenerate(config, prepare(config), no_display)
     assert (totals.completions, totals.new_completions) == (PROMPTS, 0)
 
 
@@ -139,12 +89,12 @@ def test_a_run_that_died_is_continued_by_row_id_and_equals_an_uninterrupted_one(
     with pytest.raises(KeyboardInterrupt):
         run(config, monkeypatch, StubBackend(alive=SHARD + 1))
     kept = rows_of(config)
-    assert len(kept) == SHARD, "the finished shard is there, the unfinished one is not"
+    assert len(kept) == SHARD + 1, "an interrupted run keeps every finished answer"
     (tmp_path / "train.jsonl").write_text("".join(reversed((tmp_path / "train.jsonl").read_text().splitlines(True))))
     second = StubBackend()
     run(config, monkeypatch, second)
     assert {request.request_id for request in second.requests}.isdisjoint(kept)
-    assert len(second.requests) == PROMPTS - SHARD
+    assert len(second.requests) == PROMPTS - SHARD - 1
     continued = rows_of(config)
     elsewhere = dataclasses.replace(config, data=dataclasses.replace(config.data, root=str(tmp_path / "other")))
     run(elsewhere, monkeypatch, StubBackend())
@@ -192,7 +142,7 @@ def test_answers_of_prompts_that_are_gone_are_refused(
     run(config, monkeypatch, StubBackend())
     lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "train.jsonl").write_text("".join(lines[1:]))
-    with pytest.raises(ConfigError, match="1 answers on disk"):
+    with pytest.raises(ConfigError, match="of 1 prompts"):
         run(config, monkeypatch, StubBackend())
 
 
@@ -213,14 +163,80 @@ def test_the_holdout_is_stored_as_prompts_and_never_answered(
 def test_prompts_beyond_the_limit_are_counted_with_the_reason(config: RunConfig) -> None:
     short = dataclasses.replace(config, data=dataclasses.replace(config.data, max_prompt_tokens=2))
     with pytest.raises(ConfigError, match="max_prompt_tokens=2"):
-        stage.prepare(short)
+        prepare(short)
 
 
 def test_a_full_disk_is_refused_before_the_engine_starts(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "BYTES_A_ROW", 1 << 60)
     monkeypatch.setattr(stage, "open_generator", lambda *_: pytest.fail("an engine was started"))
     with pytest.raises(ConfigError, match=r"data\.root"):
-        stage.regenerate(config, stage.prepare(config), no_display)
+        stage.regenerate(config, prepare(config), no_display)
+
+
+def test_a_disk_that_fills_up_ends_the_run_and_the_next_one_completes_it(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = 0
+
+    def full_at_second(temporary: Path, final: Path) -> None:
+        nonlocal written
+        written += 1
+        if written == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        publish(temporary, final)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("data_gen.cache.conversations.publish", full_at_second)
+        with pytest.raises(OSError, match="No space left"):
+            run(config, monkeypatch, StubBackend())
+    folder = Path(config.data.root) / "conversations"
+    assert not list(folder.glob(".*.tmp"))
+    second = StubBackend()
+    assert run(config, monkeypatch, second).completions == PROMPTS
+    assert 0 < len(second.requests) < PROMPTS
+
+
+def test_a_damaged_shard_is_named_and_only_its_rows_are_answered_again(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(config, monkeypatch, StubBackend())
+    damaged = Path(config.data.root) / "conversations" / "shard-00001.parquet"
+    damaged.write_bytes(damaged.read_bytes()[:-50])
+    with pytest.raises(CacheIntegrityError, match=r"shard-00001\.parquet: not a whole Parquet file"):
+        run(config, monkeypatch, StubBackend())
+    damaged.unlink()
+    second = StubBackend()
+    assert run(config, monkeypatch, second).completions == PROMPTS
+    assert len(second.requests) == SHARD
+
+
+def test_a_shard_that_was_copied_is_refused(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(config, monkeypatch, StubBackend())
+    folder = Path(config.data.root) / "conversations"
+    shutil.copy(folder / "shard-00000.parquet", folder / "shard-00077.parquet")
+    with pytest.raises(CacheIntegrityError, match="4 answers are stored twice"):
+        run(config, monkeypatch, StubBackend())
+
+
+def test_conversations_of_an_older_format_are_not_continued(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(config, monkeypatch, StubBackend())
+    path = Path(config.data.root) / "conversations" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 1}))
+    with pytest.raises(CacheIntegrityError, match="format_version 1, this program continues 2 only"):
+        run(config, monkeypatch, StubBackend())
+    assert ConversationStore(Path(config.data.root)).content()["target"] == config.target.name, "to read it is fine"
+
+
+def test_sampling_fields_that_the_reference_backend_does_not_apply_are_refused(config: RunConfig) -> None:
+    sampling = prepare(with_sampling(config, min_p=0.1)).sampling
+    with pytest.raises(ConfigError, match=r"data\.sampling\.min_p=0\.1: data\.backend=hf does not apply it"):
+        check_supported(sampling)
+    check_supported(prepare(config).sampling)
+
+
+def test_a_stage_that_servers_cannot_do_is_refused_before_the_first_answer(config: RunConfig) -> None:
+    with pytest.raises(ConfigError, match=r"data\.capture_backend"):
+        gen_data(with_data(config, backend="server"))
 
 
 def sorted_nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:

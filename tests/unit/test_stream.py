@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from data_gen.cache.conversations import RowFacts
 from data_gen.cache.format import CacheIntegrityError
 from data_gen.cache.ring import Ring
 from data_gen.cache.row_plan import Document
@@ -27,6 +29,19 @@ class Store:
 
     def shards(self) -> list[int]:
         return list(range((len(self.rows) + 1) // 2))
+
+    def facts(self) -> Iterator[RowFacts]:
+        for shard in self.shards():
+            rows = self.rows[2 * shard : 2 * shard + 2]
+            yield RowFacts(
+                row_id=[row["row_id"] for row in rows],
+                prompt_id=[""] * len(rows),
+                repeat=[0] * len(rows),
+                num_prompt_tokens=[len(row["prompt_ids"]) for row in rows],
+                num_completion_tokens=[len(row["completion_ids"]) for row in rows],
+                finish_reason=["stop"] * len(rows),
+                dropped=[row["dropped"] for row in rows],
+            )
 
     def read(self, index: int, columns: list[str] | None = None) -> list[dict[str, Any]]:
         self.reads += 1

@@ -45,9 +45,9 @@ class IndexState:
     """The index beside what lies in the folder."""
 
     indexed: dict[str, ShardRow]  # by file name, in the order of shard numbers
-    found: dict[str, ShardRow]  # whole shards without a line, as a crash before the append leaves them
+    found: dict[str, ShardRow]  # shards without a line, as a crash before the append leaves them, or with a wrong one
     missing: list[str]  # lines without a file
-    damaged: dict[str, str]  # files that are no shard, or of another size; the reason
+    damaged: dict[str, str]  # files that are no shard; the reason
 
     @property
     def rows(self) -> dict[str, ShardRow]:
@@ -57,7 +57,7 @@ class IndexState:
 
 
 def compare_index(root: Path, manifest: CaptureManifest) -> IndexState:
-    """Match the lines of the index with the files of the folder; opens only files without a line."""
+    """Match the lines of the index with the files of the folder; opens only files that do not fit their line."""
     lines = read_index(root)
     sizes = {path.name: path.stat().st_size for path in root.glob(SHARD_PATTERN)}
     found, damaged = {}, {}
@@ -65,14 +65,13 @@ def compare_index(root: Path, manifest: CaptureManifest) -> IndexState:
         known = lines.get(name)
         if known is not None and known.num_bytes == sizes[name]:
             continue
-        if known is not None:
-            damaged[name] = f"{sizes[name]} bytes, {known.num_bytes} were written"
-            continue
         try:
-            found[name] = ShardReader(root / name, manifest).row()
+            found[name] = ShardReader(root / name, manifest).row()  # a header fits files of one size alone
         except CacheIntegrityError as error:
-            damaged[name] = str(error)
-    indexed = {name: lines[name] for name in sorted(lines, key=shard_index) if name in sizes and name not in damaged}
+            why = "" if known is None else f"{sizes[name]} bytes, {known.num_bytes} were written; "
+            damaged[name] = f"{why}{error}"
+    wrong = {*found, *damaged}
+    indexed = {name: lines[name] for name in sorted(lines, key=shard_index) if name in sizes and name not in wrong}
     missing = sorted((name for name in lines if name not in sizes), key=shard_index)
     return IndexState(indexed=indexed, found=found, missing=missing, damaged=damaged)
 

@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -78,7 +79,7 @@ def check_sample(sample: CapturedSample, manifest: CaptureManifest) -> None:
         raise CacheIntegrityError(
             f"sample {sample.sample_id}: no supervised token, so nothing could be learnt from it."
         )
-    if not bool(torch.isfinite(sample.tap_hidden).all()):
+    if not bool(torch.isfinite(fp8.largest_magnitudes(sample.tap_hidden, manifest.num_taps)).all()):
         raise CacheIntegrityError(f"sample {sample.sample_id}: tap_hidden holds values that are not finite.")
 
 
@@ -189,11 +190,20 @@ def remove_leftovers(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def is_whole(path: Path, manifest: CaptureManifest) -> bool:
+    """Can ``path`` be opened as a shard of this cache? Its bytes are not compared."""
+    try:
+        ShardReader(path, manifest)
+    except CacheIntegrityError:
+        return False
+    return True
+
+
 class ShardReader:
     """One shard, mapped from disk. Its tensors are views of the page cache: reading copies nothing.
 
-    Safe to share between threads. A mapping lives as long as a tensor of it; do not write into them (a write changes
-    this process's view alone, never the file).
+    Safe to share between threads and with forked processes. A mapping lives as long as a tensor of it; do not write
+    into them (a write changes this process's view alone, never the file).
 
     Args:
         path: the shard.
@@ -206,6 +216,8 @@ class ShardReader:
     def __init__(self, path: Path, manifest: CaptureManifest) -> None:
         self.path, self.manifest = path, manifest
         try:
+            self.descriptor = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self.descriptor)
             header = safetensors_header(path)
             with safe_open(path, framework="pt") as file:
                 self._metadata: dict[str, str] = file.metadata() or {}
@@ -238,12 +250,32 @@ class ShardReader:
         return CapturedSample(sample_id=self.sample_ids[row], **fields)
 
     def copy_states(self, row: int, out: Tensor) -> None:
-        """Put the tap states of sample ``row`` into ``out`` [S, T*H] bf16 in one pass, whatever they are stored in."""
+        """Put the tap states of sample ``row`` into ``out`` in one pass, whatever they are stored in.
+
+        bf16 is read from the file, not copied from the mapping: one copy either way, but a mapping's first touch of
+        each page costs a fault, and a file cut under it kills the process where a read says so.
+
+        Args:
+            row: place in the shard.
+            out: [S, T*H] bf16, contiguous, in (pinned) main memory.
+
+        Raises:
+            CacheIntegrityError: the file was cut after it was opened.
+        """
         span = self.span(row)
         if TAP_SCALE in self.tensors:
             fp8.decode(self.tensors["tap_hidden"][span], self.tensors[TAP_SCALE][span], out)
-        else:
-            out.copy_(self.tensors["tap_hidden"][span])
+            return
+        start, length = self.state_bytes(row)
+        memory = out.view(torch.uint8).view(-1).numpy().data
+        if len(memory) != length:
+            raise ValueError(f"{len(memory)} bytes of room for {length} bytes of states")
+        done = 0
+        while done < length:
+            read = os.preadv(self.descriptor, [memory[done:]], start + done)
+            if read == 0:
+                raise self._damaged("cut while it was open")
+            done += read
 
     def state_bytes(self, row: int) -> tuple[int, int]:
         """Offset and length, in bytes of the file, of what sample ``row`` stores as tap states."""
@@ -257,7 +289,7 @@ class ShardReader:
         spans = list(zip(self.offsets[:-1], self.offsets[1:], strict=True))
         return ShardRow(
             shard=self.path.name,
-            num_bytes=self.path.stat().st_size,
+            num_bytes=os.fstat(self.descriptor).st_size,
             header_sha256=self.header_sha256,
             sample_ids=self.sample_ids,
             num_tokens=[end - begin for begin, end in spans],

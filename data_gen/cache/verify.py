@@ -28,6 +28,7 @@ from data_gen.cache.format import (
     ShardRow,
     shard_index,
 )
+from data_gen.cache.fp8 import largest_magnitudes
 from data_gen.cache.index import IndexState, append_index, append_removal, compare_index
 from data_gen.cache.quarantine import quarantine
 from data_gen.cache.shard_file import ShardReader, check_sample
@@ -96,7 +97,7 @@ def sample_faults(sample: CapturedSample, manifest: CaptureManifest) -> list[str
     ids, vocab_size = sample.input_ids, manifest.content["vocab_size"]
     if bool(((ids < 0) | (ids >= vocab_size)).any()):
         faults.append("token ids outside the vocabulary")
-    if bool((sample.tap_hidden.reshape(len(sample), manifest.num_taps, -1) == 0).all(dim=-1).any()):
+    if bool((largest_magnitudes(sample.tap_hidden, manifest.num_taps) == 0).any()):
         faults.append("all-zero tap states")
     rows = sample.loss_mask.clone()
     rows[:-1] |= sample.loss_mask[1:]  # rows that must hold a teacher

@@ -22,7 +22,7 @@ from data_gen.cache.format import (
 )
 from data_gen.cache.index import SHARD_PATTERN, append_index, append_removal, compare_index
 from data_gen.cache.quarantine import quarantine
-from data_gen.cache.shard_file import ShardReader, remove_leftovers, write_shard_file
+from data_gen.cache.shard_file import ShardReader, is_whole, remove_leftovers, write_shard_file
 from dflash2_train.provenance import atomic_write_json
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class CaptureWriter:
     """Creates or continues the cache under ``root``.
 
     Opening it costs one look at the folder and the index, not a pass over the shards. Shards without an index line get
-    one; files that are cut or of another size are set aside in ``quarantine/``, to be made again.
+    one; files that are cut are set aside in ``quarantine/``, to be made again.
 
     Raises:
         CacheIntegrityError: ``root`` holds a cache of other settings; the differences are listed.
@@ -82,7 +82,7 @@ class CaptureWriter:
             append_removal(self.root, name)
         for name, reason in state.damaged.items():
             # Writers that start together find the same faults: look again, lest a shard just made be moved.
-            if name in compare_index(self.root, self.manifest).damaged:
+            if not is_whole(self.root / name, self.manifest):
                 quarantine(self.root, name, [reason])
         append_index(self.root, *state.found.values())
         return {shard_index(name) for name in state.rows}

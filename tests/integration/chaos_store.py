@@ -49,6 +49,7 @@ from tests.cache_cases import CONTENT, equal, flip_bit, make_sample
 SHARDS, ROWS, TOKENS = 6, 3, 40
 LONGEST_LIFE_S = 0.05  # of a writer that will be killed; a whole pass takes about twice as long
 TMPFS_KB, FILE_LIMIT = 8192, 60_000
+START_S = 600.0  # on a machine that is busy with other things
 EXIT_REFUSED = 3  # a writer that ended with a plain message, as on a full disk
 
 
@@ -256,7 +257,7 @@ class Chaos:
         ready = self.processes.Event()
         process = self.processes.Process(target=fill, args=(self.root, self.dtype, file_limit, ready))
         process.start()
-        assert ready.wait(60), "the writer did not start"
+        assert ready.wait(START_S), "the writer did not start"
         return process
 
 

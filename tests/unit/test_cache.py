@@ -134,14 +134,24 @@ def test_a_falsified_line_of_the_index_is_never_believed(tmp_path: Path) -> None
     assert refused > 0
 
 
+def test_a_sound_shard_with_a_wrong_size_in_the_index_is_kept_and_its_line_corrected(tmp_path: Path) -> None:
+    make_cache(tmp_path)
+    size = (tmp_path / shard_name(0)).stat().st_size
+    path = tmp_path / "index.jsonl"
+    path.write_text(path.read_text().replace(f'"num_bytes":{size}', f'"num_bytes":{size - 1}', 1))
+    assert len(CaptureReader(tmp_path)) == 6
+    assert CaptureWriter(tmp_path, MANIFEST).existing_shards() == {0, 1}
+    assert read_index(tmp_path)[shard_name(0)].num_bytes == size
+    assert not (tmp_path / "quarantine").exists()
+
+
 def test_writers_that_start_together_set_a_damaged_shard_aside_once(tmp_path: Path) -> None:
     samples = make_cache(tmp_path, shards=1)
     os.truncate(tmp_path / shard_name(0), 50)
     stale = compare_index(tmp_path, MANIFEST)
     CaptureWriter(tmp_path, MANIFEST).write_shard(0, samples)
     with pytest.MonkeyPatch.context() as patch:
-        seen = iter([stale, compare_index(tmp_path, MANIFEST)])
-        patch.setattr(writer_module, "compare_index", lambda *_: next(seen))
+        patch.setattr(writer_module, "compare_index", lambda *_: stale)
         CaptureWriter(tmp_path, MANIFEST)
     assert (tmp_path / shard_name(0)).exists(), "the one made meanwhile stays"
     assert quarantine(tmp_path, shard_name(7), ["gone before"]) is None
@@ -322,6 +332,27 @@ def test_states_copied_into_a_batch_are_those_of_the_sample(tmp_path: Path, mani
         reader.copy_states(place, batch[1, 2 : 2 + len(sample)])
         assert torch.equal(batch[1, 2 : 2 + len(sample)], sample.tap_hidden)
         assert bool((batch[1, :2] == 7).all()) and bool((batch[0] == 7).all())
+
+
+def test_a_shard_cut_while_it_is_open_is_said_and_room_of_another_size_is_refused(tmp_path: Path) -> None:
+    samples = make_cache(tmp_path, shards=1)
+    shard = ShardReader(tmp_path / shard_name(0), MANIFEST)
+    with pytest.raises(ValueError, match="bytes of room"):
+        shard.copy_states(0, torch.empty(len(samples[0]) + 1, 8, dtype=torch.bfloat16))
+    os.truncate(tmp_path / shard_name(0), shard.state_bytes(2)[0] + 5)
+    with pytest.raises(CacheIntegrityError, match="cut while it was open"):
+        shard.copy_states(2, torch.empty(len(samples[2]), 8, dtype=torch.bfloat16))
+
+
+def test_closing_a_reader_closes_its_files(tmp_path: Path) -> None:
+    make_cache(tmp_path, shards=4)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    reader = CaptureReader(tmp_path, open_shards=2)
+    for place in range(len(reader)):
+        reader.read(place)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2
+    reader.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_the_bytes_to_prefetch_are_those_of_the_samples_states(tmp_path: Path) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 from data_gen.cache import fp8
-from data_gen.cache.format import CacheIntegrityError, shard_name
+from data_gen.cache.format import CacheIntegrityError, CaptureManifest, shard_name
 from data_gen.cache.reader import CaptureReader
-from data_gen.cache.shard_file import ShardReader
-from tests.cache_cases import FP8_MANIFEST, make_cache
+from data_gen.cache.shard_file import ShardReader, write_shard_file
+from data_gen.capture import capture_content, token_bytes
+from tests.cache_cases import FP8_MANIFEST, TOP_K, VOCAB, make_cache, make_sample
+from tests.cases import tiny_run_config
 
 TAPS, HIDDEN, TOKENS = 3, 64, 40
 OUTLIERS = [3, 41]  # channels
@@ -102,6 +105,18 @@ def test_a_cache_of_eight_bits_gives_the_encoded_states_and_everything_else_bit_
         assert torch.equal(read.loss_mask, sample.loss_mask)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -3.0])
+def test_the_largest_magnitude_tells_zeros_signs_and_what_is_not_finite(value: float) -> None:
+    states = torch.zeros(2, TAPS * HIDDEN, dtype=torch.bfloat16)
+    states[1, HIDDEN + 7] = value
+    states[1, HIDDEN + 9] = 1.0
+    largest = fp8.largest_magnitudes(states, TAPS)
+    assert largest.dtype == torch.bfloat16 and largest[0].tolist() == [0, 0, 0]
+    assert torch.equal(largest[1, 1], torch.tensor(value).abs().bfloat16()) or bool(largest[1, 1].isnan())
+    assert bool(largest[1, 1].isnan()) == (value != value)
+    assert largest[1].tolist()[::2] == [0, 0]
+
+
 def test_the_nan_code_is_found_although_the_digest_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(states: torch.Tensor, num_taps: int) -> tuple[torch.Tensor, torch.Tensor]:
         codes, factors = encode(states, num_taps)
@@ -113,3 +128,19 @@ def test_the_nan_code_is_found_although_the_digest_fits(tmp_path: Path, monkeypa
     make_cache(tmp_path, shards=1, manifest=FP8_MANIFEST)
     with pytest.raises(CacheIntegrityError, match="not numbers"):
         ShardReader(tmp_path / shard_name(0), FP8_MANIFEST).check_content()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3"])
+def test_the_bytes_a_token_that_a_plan_counts_on_are_those_of_a_shard(tmp_path: Path, dtype: str) -> None:
+    config = tiny_run_config(tmp_path)
+    config.data.store.dtype = dtype
+    config.check()
+    content = {**capture_content(config, {"backend": "hf"}), "vocab_size": VOCAB, "teacher_top_k": TOP_K}
+    width = config.target.hidden_size * len(config.drafter.target_layer_ids)
+    sample = dataclasses.replace(make_sample("s", length=50), tap_hidden=torch.randn(50, width).bfloat16())
+    write_shard_file(tmp_path / shard_name(0), [sample], CaptureManifest(content=content))
+    tensors = ShardReader(tmp_path / shard_name(0), CaptureManifest(content=content)).tensors
+    size = sum(tensor.nbytes for name, tensor in tensors.items() if name != "offsets")
+    config.data.teacher_top_k = TOP_K
+    assert size == 50 * token_bytes(config)
+    assert tensors["tap_hidden"].nbytes == 50 * width * (2 if dtype == "bfloat16" else 1)

@@ -21,7 +21,7 @@ from data_gen.cache.verify import StoreVerifier, VerifyReport, choose_shards
 from data_gen.cache.writer import CaptureWriter
 from data_gen.cli import open_display
 from data_gen.store_stages import run_inspect, run_verify
-from dflash2_train.config import StoreConfig
+from dflash2_train.config import ConfigError, StoreConfig
 from tests.cache_cases import (
     CONTENT,
     FP8_MANIFEST,
@@ -248,3 +248,18 @@ def test_the_verify_stage_ends_with_1_while_faults_are_left_and_with_0_after(
     assert run_verify(config, open_display) == 0
     record = json.loads((Path(config.data.root) / "inspect" / "verify.json").read_text())
     assert record["quarantined"] == [shard_name(0)]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dtype", "float8_e5m2"),
+        ("verify_share", 0.0),
+        ("verify_share", 1.5),
+        ("max_damaged", -1),
+        ("max_damaged_share", 2.0),
+    ],
+)
+def test_a_setting_of_the_store_that_means_nothing_is_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"data.store.{key}"):
+        StoreConfig(**{key: value}).check()

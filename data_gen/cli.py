@@ -109,7 +109,6 @@ def show_stream(totals: FillTotals) -> None:
 def gen_data(config: RunConfig) -> int:
     """Run the stages that ``config.stage`` names; the exit code is 1 if verify left faults."""
     stages = ("regenerate", "capture", "verify") if config.stage == "all" else (config.stage,)
-<<<<<<< HEAD
     if stages == ("stream",):
         from data_gen.backends.folder import find_target
         from data_gen.stream import stream
@@ -118,8 +117,6 @@ def gen_data(config: RunConfig) -> int:
         return 0
     if "capture" in stages:
         logger.info("states will be read by %s", config.data.capturer)  # refuses now what would fail after a week
-=======
->>>>>>> store
     if "plan" in stages:
         from data_gen.stage_plan import plan_stage
 

@@ -94,13 +94,9 @@ class DataConfig(GenerationConfig):
         )
         self._check_prompts()
         self.sampling.check()
-<<<<<<< HEAD
         self.attest.check()
         self.store.check()
         self.stream.check()
-=======
-        self.store.check()
->>>>>>> store
 
     def _check_prompts(self) -> None:
         limit, near, share = self.max_prompts, self.near_duplicates, self.max_rejected_share

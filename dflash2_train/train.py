@@ -475,6 +475,7 @@ def build_objective(config: RunConfig, samples: FirstSamples | None) -> Objectiv
         drafter = warm_drafter(config.train.warm_start, shape)
     else:
         drafter = fresh_drafter(config, shape, frozen, samples)
+    drafter.attention = config.train.attention
     return Objective(drafter, frozen, config.loss)
 
 

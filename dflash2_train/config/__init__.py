@@ -23,10 +23,11 @@ from dflash2_train.config.sampling import SamplingConfig
 from dflash2_train.config.store import StoreConfig
 from dflash2_train.config.stream import StreamConfig
 from dflash2_train.config.target import TargetConfig
-from dflash2_train.config.train import TrainConfig
+from dflash2_train.config.train import ATTENTION_PATHS, TrainConfig
 
 __all__ = [
     "AttestConfig",
+    "ATTENTION_PATHS",
     "ConfigError",
     "DTYPES",
     "DataConfig",

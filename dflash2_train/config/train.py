@@ -10,6 +10,8 @@ from dflash2_train.config.drafter import DrafterConfig
 from dflash2_train.config.rules import DTYPES, require
 from dflash2_train.config.target import TargetConfig
 
+ATTENTION_PATHS = ("auto", "chunked", "flex", "dense")  # see model/attend.py
+
 
 @dataclass(kw_only=True)
 class TrainConfig:
@@ -47,6 +49,7 @@ class TrainConfig:
     wandb: str = "disabled"  # disabled | offline | online
     wandb_project: str = "dflash2"
     prefetch_windows: int = 2  # windows read ahead in the background
+    attention: str = "auto"  # flex on CUDA, chunked elsewhere; dense is the reference, for small shapes
     num_threads: int | None = None  # torch intra-op threads a rank; None = torch's own choice
 
     def check(self, drafter: DrafterConfig, target: TargetConfig) -> None:
@@ -64,6 +67,13 @@ class TrainConfig:
             self.init_tap_weights,
             f"needs one weight for each of {len(drafter.target_layer_ids)} taps",
             "Leave it empty for a random start.",
+        )
+        require(
+            self.attention in ATTENTION_PATHS,
+            "train.attention",
+            self.attention,
+            f"must be one of {ATTENTION_PATHS}",
+            "Use auto.",
         )
         require(self.dtype in DTYPES, "train.dtype", self.dtype, f"must be one of {DTYPES}", "Pick one.")
         for key in (

@@ -1,50 +1,25 @@
-"""Grouped-query attention of a block over its context and itself, with what it needs: RMSNorm and rotation.
-
-One softmax spans [context | own block]. Its two parts are computed apart, because their keys are shared differently:
-all blocks of a row look at the same S context keys, one large matrix product, while each block has W keys of its own,
-one small product a block. So there is never an [A * W, A * W] mask of which all but the diagonal is empty.
-
-    scores  = [ q k_context^T | q k_block^T ] / sqrt(D),   context part masked by what the block may see
-    output  = softmax(scores) [ v_context | v_block ]
+"""Grouped-query attention of blocks: projections, norms and rotation around one of the attention paths.
 
 Queries, keys and values of the block come from the convolved, normed block state. Context keys and values come from
 the encoded taps alone: no input norm, no convolution, so they can be made once and kept over decoding rounds. Query
 heads of one key head lie side by side, so that nothing is repeated for grouped-query attention.
-
-A block always sees itself, so no softmax row is ever empty, whatever the context mask says.
 
 Letters: B rows, A blocks a row, W block size, S context tokens, H hidden, N query heads, M key heads, D head size.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.autograd.function import once_differentiable
 
+from dflash2_train.model.attend_dense import Attend, KeysValues
 from dflash2_train.model.drafter_config import DrafterShape
+from dflash2_train.model.norm import RMSNorm, row_pieces
 
-KeysValues = tuple[Tensor, Tensor]  # rotated keys and values of one layer's context, [B, M, S, D] each
 Rotation = tuple[Tensor, Tensor]  # cos and sin, fp32 [..., 1, D / 2]
-
-
-class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, in fp32 inside, rounded once; plain weight [size]."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size))
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Unit weight."""
-        self.weight.fill_(1.0)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., size] -> same shape and dtype."""
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 
 def rotation(position_ids: Tensor, head_dim: int, theta: float) -> Rotation:
@@ -67,19 +42,41 @@ def rotation(position_ids: Tensor, head_dim: int, theta: float) -> Rotation:
 
 def rotate(heads: Tensor, table: Rotation, scale: float = 1.0) -> Tensor:
     """Rotate the (first half, second half) pairs of [..., heads, D] by ``table``, times ``scale``, rounded once."""
-    cos, sin = (table[0] * scale, table[1] * scale) if scale != 1.0 else table
-    first, second = heads.float().chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(heads.dtype)
+    out: Tensor = _Rotation.apply(heads, *table, scale)  # type: ignore[no-untyped-call]
+    return out
 
 
-def score_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Visibility [B, A, W | 1, S] as an additive bias (0 or -inf) laid out for the scores: [B, 1, A, W | 1, 1, S]."""
-    bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
-    return bias[:, None, :, :, None, :]
+class _Rotation(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back, so nothing but the angles is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.scale = scale
+        return _rotated(heads, cos, sin, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0], cos, -sin, ctx.scale), None, None, None
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
+    """[..., heads, D] by [..., 1, D / 2], a few rows at a time on a CPU."""
+    rows = heads.flatten(0, -3)  # [n, heads, D]
+    cos, sin = ((part.expand(*heads.shape[:-2], -1, -1) * scale).flatten(0, -3) for part in (cos, sin))
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    half = heads.shape[-1] // 2
+    for piece in row_pieces(rows):
+        first, second = rows[piece].to(cos.dtype).split(half, -1)
+        out[piece, :, :half] = first * cos[piece] - second * sin[piece]
+        out[piece, :, half:] = second * cos[piece] + first * sin[piece]
+    return out.view(heads.shape)
 
 
 class BlockAttention(nn.Module):
-    """Projections as published (``q_proj`` ... ``k_norm``) and the two-part attention described above."""
+    """Projections as published (``q_proj`` ... ``k_norm``) around an ``Attend``."""
 
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
@@ -117,20 +114,20 @@ class BlockAttention(nn.Module):
         keys = rotate(self.k_norm(keys), table)
         return keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()
 
-    def forward(self, hidden: Tensor, table: Rotation, context: KeysValues, bias: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, table: Rotation, context: KeysValues, attend: Attend) -> Tensor:
         """Attend from every slot of every block.
 
         Args:
             hidden: [B, A, W, H], convolved and normed block states.
             table: rotation of the blocks' positions, [B, A, W, 1, D / 2].
             context: keys and values of the row's context, [B, M, S, D].
-            bias: [B, 1, A, W | 1, 1, S], 0 where a slot sees a context key and -inf elsewhere; None = sees all.
+            attend: how; it knows what each slot sees.
 
         Returns:
             [B, A, W, H].
         """
         queries, keys, values = self._project_block(hidden, table)
-        mixed = attend(queries, context, (keys, values), bias)  # [B, M, A, W, N / M, D]
+        mixed = attend(queries, context, (keys, values))  # [B, M, A, W, N / M, D]
         return self.o_proj(mixed.permute(0, 2, 3, 1, 4, 5).flatten(3))  # [B, A, W, N * D]
 
     def _project_block(self, hidden: Tensor, table: Rotation) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,28 +143,3 @@ class BlockAttention(nn.Module):
             keys.permute(0, 3, 1, 2, 4).contiguous(),
             values.permute(0, 3, 1, 2, 4).contiguous(),
         )
-
-
-def attend(queries: Tensor, context: KeysValues, block: KeysValues, bias: Tensor | None) -> Tensor:
-    """One softmax over context and own block.
-
-    Args:
-        queries: [B, M, A, W, N / M, D], contiguous, scaled.
-        context: keys and values [B, M, S, D].
-        block: keys and values [B, M, A, W, D].
-        bias: [B, 1, A, W | 1, 1, S] or None.
-
-    Returns:
-        [B, M, A, W, N / M, D].
-    """
-    num_context, width = context[0].shape[2], block[0].shape[3]
-    scores = queries.flatten(2, 4) @ context[0].transpose(-1, -2)  # [B, M, A * W * N/M, S]
-    scores = scores.unflatten(2, queries.shape[2:5])  # [B, M, A, W, N/M, S]
-    if bias is not None:
-        scores = scores + bias
-    own = queries.flatten(3, 4) @ block[0].transpose(-1, -2)  # [B, M, A, W * N/M, W]
-    # Softmax of a bf16 tensor computes in fp32 and rounds its result, on CPU and GPU alike.
-    joint = torch.softmax(torch.cat([scores, own.unflatten(3, queries.shape[3:5])], -1), -1)  # [..., S + W]
-    on_context, on_block = joint.split([num_context, width], -1)
-    mixed = (on_context.flatten(2, 4) @ context[1]).view_as(queries)
-    return mixed + (on_block.flatten(3, 4) @ block[1]).view_as(queries)

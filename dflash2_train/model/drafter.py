@@ -24,9 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dflash2_train.model.attention import BlockAttention, KeysValues, RMSNorm, Rotation, rotation, score_bias
+from dflash2_train.masks import ContextSpans
+from dflash2_train.model.attend import choose_attend
+from dflash2_train.model.attend_dense import Attend, DenseAttend, KeysValues
+from dflash2_train.model.attention import BlockAttention, Rotation, rotation
 from dflash2_train.model.conv import BlockConv
 from dflash2_train.model.drafter_config import DrafterShape
+from dflash2_train.model.norm import RMSNorm
 from dflash2_train.model.selector import CandidateSelector
 
 
@@ -64,10 +68,10 @@ class DrafterLayer(nn.Module):
         self.mlp_conv = BlockConv(shape.hidden_size, shape.conv_kernel_size, shape.conv_group_size)
         self.mlp = GatedMLP(shape)
 
-    def forward(self, hidden: Tensor, table: Rotation, context: KeysValues, bias: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, table: Rotation, context: KeysValues, attend: Attend) -> Tensor:
         """[B, A, W, H] -> same; other arguments as :meth:`BlockAttention.forward`."""
         prepared, delta = self.attention_conv.prepare(self.input_layernorm(hidden))
-        attended = self.self_attn(prepared, table, context, bias)
+        attended = self.self_attn(prepared, table, context, attend)
         hidden = hidden + self.attention_conv.finish(attended, delta)
         prepared, delta = self.mlp_conv.prepare(self.post_attention_layernorm(hidden))
         return hidden + self.mlp_conv.finish(self.mlp(prepared), delta)
@@ -79,6 +83,7 @@ class Drafter(nn.Module):
     def __init__(self, shape: DrafterShape) -> None:
         super().__init__()
         self.shape = shape
+        self.attention = "auto"  # path of the training forward, see model/attend.py
         self.mask_embedding = nn.Parameter(torch.empty(shape.hidden_size))
         self.fc = nn.Linear(shape.num_taps * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -133,7 +138,7 @@ class Drafter(nn.Module):
         context: Tensor,
         block_position_ids: Tensor,
         position_ids: Tensor,
-        visible: Mapping[str, Tensor],
+        visible: Mapping[str, ContextSpans],
     ) -> Tensor:
         """States of every slot of every block.
 
@@ -142,13 +147,17 @@ class Drafter(nn.Module):
             context: [B, S, H] from :meth:`encode_context`.
             block_position_ids: [B, A, W] positions in the document.
             position_ids: [B, S] positions in the document.
-            visible: per layer type of the shape, bool [B, A, W | 1, S] from ``masks.context_mask``.
+            visible: per layer type of the shape what each slot sees, from ``masks.context_masks``.
 
         Returns:
             [B, A, W, H] after the final norm; slot 0 is the anchor's and predicts nothing.
         """
         cached = self.project_context(context, position_ids)
-        return self._run_layers(block_embeddings, block_position_ids, cached, visible)
+        attends = {
+            kind: choose_attend(self.attention, visible[kind], self.shape, block_embeddings)
+            for kind in set(self.shape.layer_types)
+        }
+        return self._run_layers(block_embeddings, block_position_ids, cached, attends)
 
     def project_context(self, context: Tensor, position_ids: Tensor) -> list[KeysValues]:
         """Per layer the rotated keys and the values of the context, [B, key heads, S, D] each.
@@ -163,7 +172,7 @@ class Drafter(nn.Module):
         block_embeddings: Tensor,
         block_position_ids: Tensor,
         cached_kv: Sequence[KeysValues],
-        visible: Mapping[str, Tensor] | None = None,
+        visible: Mapping[str, ContextSpans] | None = None,
     ) -> Tensor:
         """States of one block a row, against keys and values kept from :meth:`project_context`.
 
@@ -171,7 +180,7 @@ class Drafter(nn.Module):
             block_embeddings: [B, W, H]; any W up to the trained block size.
             block_position_ids: [B, W].
             cached_kv: one pair a layer, [B, key heads, S, D] each: the S positions before the anchor.
-            visible: per layer type, bool [B, 1, W | 1, S]; None = every key is visible.
+            visible: per layer type, of one block a row; None = every key is visible.
 
         Returns:
             [B, W, H] after the final norm.
@@ -181,8 +190,12 @@ class Drafter(nn.Module):
         """
         if visible is None:
             self._check_window_covers(cached_kv[0][0].shape[2] + block_embeddings.shape[1])
+        attends: dict[str, Attend] = {
+            kind: DenseAttend(None if visible is None else visible[kind].dense())
+            for kind in set(self.shape.layer_types)
+        }
         blocks = block_embeddings.unsqueeze(1)  # [B, 1, W, H]
-        return self._run_layers(blocks, block_position_ids.unsqueeze(1), cached_kv, visible).squeeze(1)
+        return self._run_layers(blocks, block_position_ids.unsqueeze(1), cached_kv, attends).squeeze(1)
 
     def _typed_layers(self) -> Iterator[DrafterLayer]:
         return (cast(DrafterLayer, layer) for layer in self.layers)
@@ -192,7 +205,7 @@ class Drafter(nn.Module):
         if window is not None and span > window:
             raise ValueError(
                 f"visible=None: context and block span {span} positions, more than sliding_window={window}. "
-                "Pass masks.context_mask for the sliding_attention layers."
+                "Pass masks.context_masks for the sliding_attention layers."
             )
 
     def _run_layers(
@@ -200,14 +213,11 @@ class Drafter(nn.Module):
         hidden: Tensor,
         block_position_ids: Tensor,
         cached_kv: Sequence[KeysValues],
-        visible: Mapping[str, Tensor] | None,
+        attends: Mapping[str, Attend],
     ) -> Tensor:
         table = rotation(block_position_ids, self.shape.head_dim, self.shape.rope_theta)
-        biases: dict[str, Tensor] = {}
-        if visible is not None:
-            biases = {kind: score_bias(visible[kind], hidden.dtype) for kind in set(self.shape.layer_types)}
         for layer, kind, keys_values in zip(self._typed_layers(), self.shape.layer_types, cached_kv, strict=True):
-            hidden = layer(hidden, table, keys_values, biases.get(kind))
+            hidden = layer(hidden, table, keys_values, attends[kind])
         return self.norm(hidden)
 
     @staticmethod

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash2_train.config import ConfigError
-from dflash2_train.masks import context_masks
+from dflash2_train.masks import ContextSpans, context_masks
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.runner.verify import DraftDistribution
 
@@ -175,8 +175,8 @@ class DraftProposer:
         positions = self._positions[None, anchor_position : anchor_position + block_size]  # [1, W]
         return self._drafter.decode_block(embeddings, positions, self._context.views(), self._visible(block_size))
 
-    def _visible(self, block_size: int) -> dict[str, Tensor] | None:
-        """Which context keys each slot sees, per kind of layer: [1, 1, W | 1, S] bool; None = all, the usual case."""
+    def _visible(self, block_size: int) -> dict[str, ContextSpans] | None:
+        """Which context keys each slot sees, per kind of layer; None = all, the usual case."""
         shape, length = self._drafter.shape, self._context.length
         if shape.sliding_window is None or length + block_size <= shape.sliding_window:
             return None

@@ -65,6 +65,7 @@ def test_a_complete_configuration_becomes_typed_objects_with_interpolations_reso
         ("drafter__sliding_window", 64, "no layer"),
         ("train__lr", 2.0, "(0, 1)"),
         ("train__dtype", "float16", "must be one of"),
+        ("train__attention", "sdpa", "must be one of"),
         ("train__zero_stage", 0, "stage 0"),
         ("loss__kl_kind", "reverse", "must be one of"),
         ("loss__gamma", 0.0, "positive"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash2_train.model import norm
 from dflash2_train.model.conv import BlockConv
 
 BLOCKS, WIDTH, HIDDEN, GROUP = 3, 5, 12, 4
@@ -43,6 +44,21 @@ def test_both_sides_equal_a_naive_loop(kernel_size: int) -> None:
         prepared, delta = conv.prepare(hidden)
         torch.testing.assert_close(prepared, naive(conv, hidden, hidden, 0), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(conv.finish(output, delta), naive(conv, output, hidden, 1), atol=1e-5, rtol=1e-5)
+
+
+def test_values_and_gradients_do_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    conv = random_conv()
+    hidden = torch.randn(BLOCKS, WIDTH, HIDDEN, requires_grad=True)
+    inputs = [hidden, *conv.parameters()]
+
+    def run() -> tuple[Tensor, ...]:
+        prepared, delta = conv.prepare(hidden)
+        out = conv.finish(prepared.sin(), delta)
+        return out, *torch.autograd.grad(out.square().sum(), inputs)
+
+    whole = run()
+    monkeypatch.setattr(norm, "PIECE_ELEMENTS", 1)
+    torch.testing.assert_close(run(), whole)
 
 
 def test_published_parameter_names_and_shapes() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash2_train.masks import context_masks
+from dflash2_train.model import attend
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
 from dflash2_train.model.initialise import fc_from_taps, initialise
@@ -70,9 +71,35 @@ def run(drafter: Drafter, given: Scene, width: int = WIDTH) -> Tensor:
     return drafter(embedded, context, block_positions, given.positions, visible)
 
 
-@torch.no_grad()
-def test_what_a_block_must_not_see_leaves_it_bit_equal_and_what_it_sees_changes_it() -> None:
+@pytest.fixture(params=["dense", "chunked", "chunks of one block"])
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every attention path that a CPU has."""
+    if request.param == "chunks of one block":
+        monkeypatch.setattr(attend, "CPU_CHUNK_BYTES", 1)
+        return "chunked"
+    return str(request.param)
+
+
+def test_every_attention_path_gives_the_same_states_and_gradients(attention: str) -> None:
     drafter = random_drafter()
+    given = scene(drafter)
+    drafter.attention = "dense"
+    expected = run(drafter, given)
+    parameters = {name: value for name, value in drafter.named_parameters() if "selector" not in name}
+    wanted = torch.autograd.grad(expected.sin().sum(), list(parameters.values()))
+    drafter.attention = attention
+    found = run(drafter, given)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for name, grad, other in zip(
+        parameters, torch.autograd.grad(found.sin().sum(), list(parameters.values())), wanted, strict=True
+    ):
+        torch.testing.assert_close(grad, other, atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@torch.no_grad()
+def test_what_a_block_must_not_see_leaves_it_bit_equal_and_what_it_sees_changes_it(attention: str) -> None:
+    drafter = random_drafter()
+    drafter.attention = attention
     given = scene(drafter)
     base = run(drafter, given)
     assert base.isfinite().all()
@@ -91,8 +118,9 @@ def test_what_a_block_must_not_see_leaves_it_bit_equal_and_what_it_sees_changes_
 
 
 @torch.no_grad()
-def test_blocks_do_not_see_each_other() -> None:
+def test_blocks_do_not_see_each_other(attention: str) -> None:
     drafter = random_drafter()
+    drafter.attention = attention
     given = scene(drafter)
     base = run(drafter, given)
     for block in range(6):
@@ -104,8 +132,9 @@ def test_blocks_do_not_see_each_other() -> None:
 
 
 @torch.no_grad()
-def test_inside_a_block_every_slot_sees_every_slot() -> None:
+def test_inside_a_block_every_slot_sees_every_slot(attention: str) -> None:
     drafter = random_drafter(num_layers=1)
+    drafter.attention = attention
     given = scene(drafter)
     base = run(drafter, given)
     for slot in range(WIDTH):
@@ -117,9 +146,10 @@ def test_inside_a_block_every_slot_sees_every_slot() -> None:
 
 
 @torch.no_grad()
-def test_with_sliding_layers_alone_a_token_beyond_the_window_has_no_influence() -> None:
+def test_with_sliding_layers_alone_a_token_beyond_the_window_has_no_influence(attention: str) -> None:
     shape = {"num_layers": 2, "layer_types": ("sliding_attention",) * 2, "sliding_window": 5}
     drafter = random_drafter(**shape)
+    drafter.attention = attention
     given = scene(drafter)
     base = run(drafter, given)
     for token, expected in ((4, True), (5, False)):  # block at 9: slot 0 sees 9 - j < 5, so 5 .. 8

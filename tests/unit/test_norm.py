@@ -1,0 +1,52 @@
+"""RMSNorm, and elementwise work by pieces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from dflash2_train.model import norm
+from dflash2_train.model.norm import RMSNorm, row_pieces
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_computes_in_fp32_and_rounds_once(dtype: torch.dtype) -> None:
+    norm = RMSNorm(24, 1e-3).to(dtype)
+    with torch.no_grad():
+        norm.weight.normal_()
+    hidden = (torch.randn(5, 24) * 0.1).to(dtype)
+    wide = hidden.float()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * norm.weight.float()
+    torch.testing.assert_close(
+        norm(hidden), expected.to(dtype), atol=1e-6, rtol=1e-5 if dtype == torch.float32 else 1e-2
+    )
+
+
+@pytest.mark.parametrize("piece", [1, 30, 1 << 17])
+def test_values_and_gradients_do_not_depend_on_the_pieces(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm, "PIECE_ELEMENTS", piece)
+    module = RMSNorm(10, 1e-3).double()
+    with torch.no_grad():
+        module.weight.normal_()
+    hidden = torch.randn(2, 4, 10, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(2, 4, 10, dtype=torch.float64)
+    inputs = [hidden, module.weight]
+    expected = F.rms_norm(hidden, (10,), module.weight, 1e-3)
+    found = module(hidden)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad))
+
+
+def test_the_backward_pass_keeps_the_input_and_one_number_a_row() -> None:
+    hidden, kept = torch.randn(6, 10, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
+        RMSNorm(10, 1e-3)(hidden)
+    assert sorted(kept) == [6, 10, 60]
+
+
+def test_pieces_cover_every_row_once() -> None:
+    for rows in (0, 1, 7, 1000):
+        covered = [index for piece in row_pieces(torch.zeros(rows, 600)) for index in range(rows)[piece]]
+        assert covered == list(range(rows))
+    assert len(list(row_pieces(torch.zeros(1000, 600)))) > 1

@@ -75,7 +75,7 @@ class CaptureReader:
         return self.shard(shard).read(row)
 
     def copy_states(self, sample_index: int, out: Tensor) -> None:
-        """Put a sample's tap states into ``out`` [S, T*H] bf16, contiguous; the fastest way into a batch."""
+        """Put a sample's tap states into ``out`` [S, T*H] bf16 in one pass; the fastest way into a batch."""
         shard, row = self.index.place(sample_index)
         self.shard(shard).copy_states(row, out)
 

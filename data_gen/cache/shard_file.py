@@ -203,7 +203,8 @@ class ShardReader:
     """One shard, mapped from disk. Its tensors are views of the page cache: reading copies nothing.
 
     Safe to share between threads and with forked processes. A mapping lives as long as a tensor of it; do not write
-    into them (a write changes this process's view alone, never the file).
+    into them (a write changes this process's view alone, never the file). A file that is cut while it is mapped kills
+    the process that reads beyond its end; nothing here ever cuts one, a faulty shard is moved.
 
     Args:
         path: the shard.
@@ -250,32 +251,12 @@ class ShardReader:
         return CapturedSample(sample_id=self.sample_ids[row], **fields)
 
     def copy_states(self, row: int, out: Tensor) -> None:
-        """Put the tap states of sample ``row`` into ``out`` in one pass, whatever they are stored in.
-
-        bf16 is read from the file, not copied from the mapping: one copy either way, but a mapping's first touch of
-        each page costs a fault, and a file cut under it kills the process where a read says so.
-
-        Args:
-            row: place in the shard.
-            out: [S, T*H] bf16, contiguous, in (pinned) main memory.
-
-        Raises:
-            CacheIntegrityError: the file was cut after it was opened.
-        """
+        """Put the tap states of sample ``row`` into ``out`` [S, T*H] bf16 in one pass, whatever they are stored in."""
         span = self.span(row)
         if TAP_SCALE in self.tensors:
             fp8.decode(self.tensors["tap_hidden"][span], self.tensors[TAP_SCALE][span], out)
-            return
-        start, length = self.state_bytes(row)
-        memory = out.view(torch.uint8).view(-1).numpy().data
-        if len(memory) != length:
-            raise ValueError(f"{len(memory)} bytes of room for {length} bytes of states")
-        done = 0
-        while done < length:
-            read = os.preadv(self.descriptor, [memory[done:]], start + done)
-            if read == 0:
-                raise self._damaged("cut while it was open")
-            done += read
+        else:
+            out.copy_(self.tensors["tap_hidden"][span])  # faster than pread: no system call, wider stores
 
     def state_bytes(self, row: int) -> tuple[int, int]:
         """Offset and length, in bytes of the file, of what sample ``row`` stores as tap states."""

@@ -15,6 +15,7 @@ from data_gen.cache.shard_file import ShardReader, write_shard_file
 from data_gen.capture import capture_content, token_bytes
 from tests.cache_cases import FP8_MANIFEST, TOP_K, VOCAB, make_cache, make_sample
 from tests.cases import tiny_run_config
+from tests.toy_target import write_model, write_tokenizer
 
 TAPS, HIDDEN, TOKENS = 3, 64, 40
 OUTLIERS = [3, 41]  # channels
@@ -133,7 +134,9 @@ def test_the_nan_code_is_found_although_the_digest_fits(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3"])
 def test_the_bytes_a_token_that_a_plan_counts_on_are_those_of_a_shard(tmp_path: Path, dtype: str) -> None:
     config = tiny_run_config(tmp_path)
-    config.data.store.dtype = dtype
+    config.data.store.dtype, config.target.name = dtype, str(tmp_path / "target")
+    write_tokenizer(tmp_path / "target")
+    write_model(tmp_path / "target")
     config.check()
     content = {**capture_content(config, {"backend": "hf"}), "vocab_size": VOCAB, "teacher_top_k": TOP_K}
     width = config.target.hidden_size * len(config.drafter.target_layer_ids)

@@ -1,4 +1,4 @@
-"""A few rounds of the chaos harness; many of them by hand: python -m tests.integration.ring_chaos --runs 200."""
+"""A few rounds of the chaos harness; many of them by hand: python -m tests.chaos.ring --runs 200."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 def rounds(runs: int, first: int) -> None:
-    command = [sys.executable, "-m", "tests.integration.ring_chaos", "--runs", str(runs), "--first", str(first)]
+    command = [sys.executable, "-m", "tests.chaos.ring", "--runs", str(runs), "--first", str(first)]
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300 + 60 * runs)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 """Kills producers and trainers of a ring with SIGKILL at random moments, and looks at what was trained on.
 
-Run it for many rounds with ``python -m tests.integration.ring_chaos --runs 200``; each round prints a line on failure
+Run it for many rounds with ``python -m tests.chaos.ring --runs 200``; each round prints a line on failure
 and the summary is one JSON object. A round forks two or three producers (with a capture that gives the same sample
 for the same document and takes a random while) and a trainer with one or two ranks that saves its position and the
 digests of all its batches now and then. Any of them is killed and started again a few times.

@@ -1,35 +1,50 @@
 """Checkpoints that a kill at any moment cannot spoil, and finding the newest whole one.
 
-A folder ``step000120`` holds DeepSpeed's state (masters, moments, schedule, loader position), ``drafter.safetensors``
-(the live module's weights, for export without pickles) and ``MANIFEST.json`` with the sha256 of every file. It is
-written under a temporary name and renamed, the rename being the commit. Resume takes the newest folder whose
-manifest verifies: DeepSpeed's own ``latest`` file is neither atomic nor written last, and flipped
-bytes in a shard load silently.
+A folder ``step000120`` holds, each tensor whole and under its parameter's name,
+
+    masters, exp_avg, exp_avg_sq .safetensors   fp32 weights and AdamW's moments
+    average.safetensors                         fp32, when weights are averaged (train.ema_decay)
+    drafter.safetensors                         the live module's weights in the training dtype, for export
+    random.safetensors                          states of every rank's random generators
+    state.json                                  steps, loader position, counters, W&B id
+    MANIFEST.json                               fingerprint, drafter shape, and the sha256 of every other file
+
+and no pickle. It is written under a temporary name and renamed, the rename being the commit; weights that are not
+finite are never committed. Resume takes the newest folder whose manifest verifies. Nothing in it depends on the number
+of ranks or the ZeRO stage. ``best.json`` names the checkpoint that did best on a metric; it is never pruned.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from data_gen.cache.format import list_differences
 from dflash2_train.config import ConfigError, UserError
-from dflash2_train.engine import TrainEngine
+from dflash2_train.engine import AVERAGE, TrainEngine
+from dflash2_train.model.drafter import Drafter
 from dflash2_train.provenance import atomic_write_json, publish, sha256_file
 
 logger = logging.getLogger(__name__)
 MANIFEST = "MANIFEST.json"
 WEIGHTS = "drafter.safetensors"
+AVERAGED_WEIGHTS = f"{AVERAGE}.safetensors"
+RANDOM = "random.safetensors"
+STATE = "state.json"
+BEST = "best.json"
 TEMPORARY = ".writing-"
-SPARE_BYTES = 16 * 2**20  # schedule, state, manifest and what the file system itself takes
+SPARE_BYTES = 16 * 2**20  # random states, JSON files and what the file system itself takes
+LAYOUT = 2  # of the folder; 1 held DeepSpeed's own files
 
 
 class CheckpointError(UserError):
@@ -43,16 +58,24 @@ class Checkpoint:
     folder: Path
     step: int
     world_size: int
+    layout: int
     fingerprint: dict[str, Any]
 
 
-def _verify(folder: Path) -> Checkpoint | None:
+def verified_checkpoint(folder: Path) -> Checkpoint | None:
     """The checkpoint in ``folder`` if its manifest holds, else None with a warning that says why."""
     manifest_path = folder / MANIFEST
     if not manifest_path.exists():
         logger.warning("%s has no %s and is passed over", folder, MANIFEST)
         return None
-    manifest = json.loads(manifest_path.read_text())
+    try:
+        manifest = json.loads(manifest_path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        logger.warning("%s is not readable (%s) and its checkpoint is passed over", manifest_path, error)
+        return None
+    if not isinstance(manifest, dict) or not manifest.keys() >= {"step", "world_size", "fingerprint", "files"}:
+        logger.warning("%s is not one of this tool's and its folder is passed over", manifest_path)
+        return None
     for name, digest in manifest["files"].items():
         path = folder / name
         if not path.exists() or sha256_file(path) != digest:
@@ -62,6 +85,7 @@ def _verify(folder: Path) -> Checkpoint | None:
         folder=folder,
         step=manifest["step"],
         world_size=manifest["world_size"],
+        layout=manifest.get("layout", 1),
         fingerprint=manifest["fingerprint"],
     )
 
@@ -70,7 +94,7 @@ def newest_checkpoint(root: Path) -> Checkpoint | None:
     """The newest checkpoint under ``root`` whose files all verify, or None when there is none at all."""
     folders = sorted((path for path in root.glob("step*") if path.is_dir()), key=lambda path: path.name, reverse=True)
     for folder in folders:
-        checkpoint = _verify(folder)
+        checkpoint = verified_checkpoint(folder)
         if checkpoint is not None:
             return checkpoint
     if folders:
@@ -80,34 +104,39 @@ def newest_checkpoint(root: Path) -> Checkpoint | None:
     return None
 
 
-def check_resumable(checkpoint: Checkpoint, fingerprint: dict[str, Any], world_size: int) -> None:
-    """Refuse to continue under other settings or on another number of ranks.
+def check_resumable(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
+    """Refuse to continue under other settings, or from files of an earlier layout.
 
     Raises:
         CheckpointError: with the list of differences.
     """
+    if checkpoint.layout != LAYOUT:
+        raise CheckpointError(
+            f"{checkpoint.folder}: written by an earlier version (layout {checkpoint.layout}), this one continues from "
+            f"layout {LAYOUT}. Finish the run with that version, or export it with dflash2-export and start a new run "
+            "with train.warm_start set to the exported folder."
+        )
     lines = list_differences(checkpoint.fingerprint, fingerprint)
-    if checkpoint.world_size != world_size:
-        lines.append(f"ranks: {checkpoint.world_size} -> {world_size}")
     if lines:
         listed = "\n  ".join(lines)
         raise CheckpointError(
             f"{checkpoint.folder} was written by a run with other settings (stored -> now):\n  {listed}\n"
-            "Set them back to continue it, or choose a new train.output_dir (or run_dir) for a new run."
+            "Set them back to continue it (on another number of ranks, change train.rows or train.accumulation so that "
+            "rows_per_window stays), or choose a new train.output_dir (or run_dir) for a new run."
         )
 
 
-def check_space(engine: TrainEngine, weights: nn.Module, root: Path) -> None:
+def check_space(engine: TrainEngine, weights: Drafter, root: Path, *, averaged: bool) -> None:
     """Refuse on all ranks, before anything is written, when a checkpoint would not fit the disk.
 
-    Counted are fp32 masters and two moments, and the weights twice (DeepSpeed's copy and ours). torch turns a full
+    Counted are fp32 masters, two moments, the average if there is one, and the live weights. torch turns a full
     disk into a RuntimeError about file positions, so it must not come to that.
 
     Raises:
         CheckpointError: with the space that is free and the space that is needed.
     """
-    parameters = list(weights.parameters())
-    needed = sum(p.numel() * (12 + 2 * p.element_size()) for p in parameters) + SPARE_BYTES
+    whole = 16 if averaged else 12  # bytes a parameter in fp32 files
+    needed = sum(p.numel() * (whole + p.element_size()) for p in weights.parameters()) + SPARE_BYTES
     free = shutil.disk_usage(root).free
     if engine.any_rank(engine.rank == 0 and free < needed):
         raise CheckpointError(
@@ -118,7 +147,7 @@ def check_space(engine: TrainEngine, weights: nn.Module, root: Path) -> None:
 
 def save_checkpoint(
     engine: TrainEngine,
-    weights: nn.Module,
+    weights: Drafter,
     root: Path,
     *,
     step: int,
@@ -131,43 +160,141 @@ def save_checkpoint(
     Args:
         engine: whose optimizer state is saved.
         weights: the drafter inside the engine's module.
-        root: folder of the checkpoints.
+        root: folder of the checkpoints. The first rank alone writes; to continue, all ranks must see it.
         step: windows done.
         state: loader position and counters, given back on resume.
         fingerprint: settings that a resume must share.
         keep: newest checkpoints kept.
+
+    Raises:
+        CheckpointError: too little space, or state that is not finite; older checkpoints stay.
     """
     temporary, final = root / f"{TEMPORARY}step{step:06d}", root / f"step{step:06d}"
     if engine.rank == 0:
         for leftover in root.glob(f"{TEMPORARY}*"):
             shutil.rmtree(leftover)
-    engine.barrier()
-    check_space(engine, weights, root)
-    engine.save_state(str(root), temporary.name, state)
+        temporary.mkdir(parents=True)
+    kinds = engine.state_kinds()
+    check_space(engine, weights, root, averaged=AVERAGE in kinds)
+    for kind in kinds:
+        tensors = engine.gather(kind, weights)
+        refuse_not_finite(engine, kind, tensors, root)
+        if engine.rank == 0:
+            save_file(tensors, temporary / f"{kind}.safetensors", metadata={"step": str(step)})
+        del tensors
+    random_states = engine.gather_random_states()
     if engine.rank == 0:
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.state_dict().items()}
-        save_file(tensors, temporary / WEIGHTS, metadata={"step": str(step)})
-        files = {path.name: sha256_file(path) for path in sorted(temporary.iterdir())}
-        atomic_write_json(
-            temporary / MANIFEST,
-            {"step": step, "world_size": engine.world_size, "fingerprint": fingerprint, "files": files},
-        )
+        live = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.state_dict().items()}
+        save_file(live, temporary / WEIGHTS, metadata={"step": str(step)})
+        save_file(random_states, temporary / RANDOM)
+        atomic_write_json(temporary / STATE, {"trainer": state, **engine.counts(), "world_size": engine.world_size})
+        manifest = {
+            "step": step,
+            "layout": LAYOUT,
+            "world_size": engine.world_size,
+            "fingerprint": fingerprint,
+            "shape": asdict(weights.shape),
+            "files": {path.name: sha256_file(path) for path in sorted(temporary.iterdir())},
+        }
+        atomic_write_json(temporary / MANIFEST, manifest)
         if final.exists():
             shutil.rmtree(final)
         publish(temporary, final)
-        for old in sorted(path for path in root.glob("step*") if path.is_dir())[:-keep]:
-            shutil.rmtree(old)
+        prune(root, keep)
     engine.barrier()
     return final
 
 
-def load_drafter_weights(folder: Path) -> dict[str, Tensor]:
-    """Weights of a verified checkpoint, ``mask_embedding`` included, in the training dtype.
+def refuse_not_finite(engine: TrainEngine, kind: str, tensors: dict[str, Tensor], root: Path) -> None:
+    """Raise CheckpointError on all ranks when the first rank's ``tensors`` hold a value that is not finite."""
+    bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+    if engine.any_rank(bool(bad)):
+        raise CheckpointError(
+            f"{root}: {kind} of {bad[0] if bad else 'a tensor'} is not finite, so this state is not saved. The newest "
+            "checkpoint is good and the same command continues from it. If that ends here again, start a new run with "
+            "a lower train.lr and train.warm_start set to that checkpoint."
+        )
+
+
+def prune(root: Path, keep: int) -> None:
+    """Remove all but the newest ``keep`` checkpoints and the best one."""
+    best = best_checkpoint(root)
+    for old in sorted(path for path in root.glob("step*") if path.is_dir())[:-keep]:
+        if old != best:
+            shutil.rmtree(old)
+
+
+def mark_best(root: Path, folder: Path, *, metric: str, value: float) -> bool:
+    """Point ``best.json`` at a checkpoint if it beats the one marked so far. Called by the first rank.
+
+    Args:
+        root: folder of the checkpoints.
+        folder: a committed checkpoint in it.
+        metric: name of a figure of which more is better; a mark made with another one is replaced.
+        value: its value there.
+
+    Returns:
+        Whether it is the best now.
 
     Raises:
-        ConfigError: ``folder`` is no checkpoint or its weights cannot be read.
+        ValueError: the value is not finite, or there is no such checkpoint.
     """
-    path = folder / WEIGHTS
+    if not math.isfinite(value) or not (folder / MANIFEST).exists() or folder.parent != root:
+        raise ValueError(f"{metric}={value} of {folder}: needs a finite value of a checkpoint in {root}.")
+    marked = json.loads((root / BEST).read_text()) if best_checkpoint(root) is not None else None
+    if marked is not None and marked["metric"] == metric and marked["value"] >= value:
+        return False
+    atomic_write_json(root / BEST, {"checkpoint": folder.name, "metric": metric, "value": value})
+    return True
+
+
+def best_checkpoint(root: Path) -> Path | None:
+    """The folder that ``best.json`` names, or None when nothing was marked or the folder is gone."""
+    if not (root / BEST).exists():
+        return None
+    folder = root / str(json.loads((root / BEST).read_text())["checkpoint"])
+    return folder if (folder / MANIFEST).exists() else None
+
+
+def load_checkpoint(engine: TrainEngine, weights: Drafter, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Set engine and weights to where ``checkpoint`` was saved; every rank must call it.
+
+    Returns:
+        The ``state`` that was saved with it.
+    """
+    saved: dict[str, Any] = json.loads((checkpoint.folder / STATE).read_text())
+    engine.set_counts(applied_steps=saved["applied_steps"], average_updates=saved["average_updates"])
+    for kind in engine.state_kinds():
+        engine.scatter(kind, weights, load_file(checkpoint.folder / f"{kind}.safetensors"))
+    if saved["world_size"] == engine.world_size:
+        engine.set_random_states(load_file(checkpoint.folder / RANDOM))
+    else:
+        logger.info(
+            "%s was saved on %d ranks and continues on %d: same windows and state, sums in another order",
+            checkpoint.folder.name,
+            saved["world_size"],
+            engine.world_size,
+        )
+    state: dict[str, Any] = saved["trainer"]
+    return state
+
+
+def load_drafter_weights(folder: Path, *, averaged: bool = False) -> dict[str, Tensor]:
+    """Weights of a verified checkpoint, ``mask_embedding`` included.
+
+    Args:
+        folder: of the checkpoint.
+        averaged: the moving average in fp32 in place of the live weights in the training dtype.
+
+    Raises:
+        ConfigError: ``folder`` is no checkpoint, has no average, or its weights cannot be read.
+    """
+    path = folder / (AVERAGED_WEIGHTS if averaged else WEIGHTS)
+    if averaged and not path.exists():
+        raise ConfigError(
+            f"export.weights=ema: {folder} holds no averaged weights. Train with train.ema_decay=0.999, or use "
+            "export.weights=last."
+        )
     try:
         return load_file(path)
     except (FileNotFoundError, SafetensorError) as error:

@@ -1,28 +1,27 @@
 """``dflash2-train``: from captured samples, in a cache or out of a ring, to a trained, exported drafter.
 
-Started again with the same command it continues from the newest whole checkpoint, bit for bit; finished already, it
-says so and does nothing. SIGTERM and Ctrl-C finish the step, save and leave. The file is in the
-order of a run.
+Started again with the same command it continues from the newest whole checkpoint, bit for bit, or on another number of
+ranks with the same windows; finished already, it says so and does nothing. SIGTERM and Ctrl-C finish the step, save
+and leave. The file is in the order of a run.
 """
 
 from __future__ import annotations
 
-import fcntl
+import json
 import logging
+import math
 import os
 import random
-import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from dflash2_train.app import run_app
-from dflash2_train.config import ConfigError, RunConfig, UserError, absolute, to_plain
+from dflash2_train.config import RunConfig, UserError, absolute, to_plain
+from dflash2_train.run_control import StopRequest, only_run_in
 
 if TYPE_CHECKING:
     from dflash2_train.attest import Attestation
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
     from dflash2_train.training_data import FirstSamples, TrainingData
 
 logger = logging.getLogger(__name__)
-SHOWN_WAIT = 0.02  # share of the time spent waiting for data that is worth a look
 EXIT_STOPPED = 143  # left in good order before the last step (SIGTERM, train.max_seconds)
+SHOWN_WAIT = 0.02  # share of the time spent waiting for data that is worth a look
 # Settings that may change between two starts of one run: they shape where and how often, not what is learned.
 FREE_TO_CHANGE = (
     "output_dir",
@@ -52,6 +51,12 @@ FREE_TO_CHANGE = (
     "wandb_project",
     "num_threads",
     "prefetch_windows",
+    "zero_stage",
+    "gradient_checkpointing",
+    "compile_layers",
+    # Their product with the number of ranks is what counts, and stands in the fingerprint.
+    "rows",
+    "accumulation",
 )
 
 
@@ -61,52 +66,20 @@ class Progress:
 
     step: int = 0  # windows done, dropped ones included
     rows_consumed: int = 0
-    dropped: int = 0  # windows not applied because of a non-finite loss
+    dropped: int = 0  # windows not applied because a loss or gradient was not finite
     seconds: float = 0.0  # training time over all attempts
     attempt: int = 1
     run_id: str = ""
     bad_in_a_row: int = 0
 
 
-def fingerprint(config: RunConfig, data: TrainingData) -> dict[str, Any]:
+def fingerprint(config: RunConfig, data: TrainingData, world_size: int) -> dict[str, Any]:
     """All that shapes what is learned; a resume must share it."""
     plain = to_plain(config)
     train = {key: value for key, value in plain["train"].items() if key not in FREE_TO_CHANGE}
+    train["rows_per_window"] = world_size * config.train.rows * config.train.accumulation
     content = {"cache": data.manifest.fingerprint, "order": data.order()}
     return {"drafter": plain["drafter"], "loss": plain["loss"], "train": train, **content}
-
-
-@contextmanager
-def only_run_in(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run folder: two trainers in one folder would overwrite each other.
-
-    Raises:
-        UserError: another process holds it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"{folder} is in use by another dflash2-train. "
-                "Wait for it, stop it, or choose another train.output_dir."
-            ) from error
-        yield
-
-
-class StopRequest:
-    """Set by SIGTERM or SIGINT, looked at between steps; a second Ctrl-C interrupts at once."""
-
-    def __init__(self) -> None:
-        self.reason = ""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self.reason and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.reason = signal.Signals(number).name
 
 
 def train(config: RunConfig) -> int:
@@ -126,11 +99,12 @@ def train(config: RunConfig) -> int:
         # The checksums of a cache are verified by the run.
         data = open_training_data(config, rank=0, verify_checksums=False, give_up=lambda: False)
         check_cache(data, config)
-        wanted = fingerprint(config, data)
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        wanted = fingerprint(config, data, world_size)
         data.close()
         if done is None or done.step < config.train.steps:
             return run_rank(config, output, done)
-        check_resumable(done, wanted, done.world_size)
+        check_resumable(done, wanted)
         if first:
             data.finish()
         logger.info("training is complete at step %d (%s)", done.step, done.folder)
@@ -237,16 +211,17 @@ class TrainingRun:
     ) -> None:
         import torch
 
-        from dflash2_train.checkpoint import check_resumable, check_space
+        from dflash2_train.checkpoint import check_resumable, check_space, load_checkpoint
         from dflash2_train.engine import TrainEngine
+        from dflash2_train.layer_execution import apply_layer_options
         from dflash2_train.provenance import atomic_write_json, run_record
         from dflash2_train.training_data import build_loader
 
         self.config, self.output, self.data = config, output, data
         self.dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
-        self.fingerprint = fingerprint(config, data)
+        self.fingerprint = fingerprint(config, data, world_size)
         if found is not None:
-            check_resumable(found, self.fingerprint, world_size)
+            check_resumable(found, self.fingerprint)
         self.loader = build_loader(config, data, rank=rank, world_size=world_size, pin=torch.cuda.is_available())
         goal = config.train.steps * self.loader.rows_per_window
         attested = None
@@ -257,11 +232,12 @@ class TrainingRun:
         self.objective = build_objective(config, None if found is not None else data.first_samples())
         self.engine = TrainEngine(self.objective, config.train)
         self.objective.frozen.to(self.engine.device, self.dtype)
-        check_space(self.engine, self.objective.drafter, output)
+        apply_layer_options(self.objective.drafter.layers, config.train, self.engine.device)
+        averaged = config.train.ema_decay is not None
+        check_space(self.engine, self.objective.drafter, output, averaged=averaged)
         self.progress = Progress(run_id=f"{config.name}-{os.urandom(4).hex()}")
         if found is not None:
-            state = self.engine.load_state(str(output), found.folder.name)
-            self.progress = Progress(**state)
+            self.progress = Progress(**load_checkpoint(self.engine, self.objective.drafter, found))
             self.progress.attempt += 1
             logger.info("continuing from step %d (%s)", self.progress.step, found.folder)
             if rank == 0:
@@ -332,7 +308,7 @@ class TrainingRun:
         return progress.step >= cfg.steps
 
     def step(self, window: list[PackedBatch]) -> MetricSums:
-        """One window: all its micro-batches, then the optimizer, unless a loss is not finite."""
+        """One window: all its micro-batches, then the optimizer, unless loss or gradient is not finite."""
         import torch
 
         from dflash2_train.blocks import build_blocks
@@ -348,53 +324,36 @@ class TrainingRun:
         ramp = min(1.0, (progress.step + 1) / ramp_steps) if ramp_steps > 0 else 1.0
         sums = MetricSums()
         applied = True
-        for micro, (batch, block) in enumerate(zip(batches, blocks, strict=True)):
+        for batch, block in zip(batches, blocks, strict=True):
             output = engine.forward(
                 batch, block, denominator=denominator, scale=float(engine.loss_scale), selector_ramp=ramp
             )
-            if engine.any_rank(not bool(torch.isfinite(output.loss))):
-                engine.drop_window(micro)
-                applied = False
-                self.note_bad_window(batches)
-                break
             engine.backward(output.loss)
-            engine.step()
+            applied = engine.step()
             sums = sums + output.sums
         progress.step += 1
         progress.rows_consumed += self.loader.rows_per_window
-        if applied:
-            progress.bad_in_a_row = 0
-            self.refuse_bad_gradient(batches)
+        if not applied:
+            self.note_bad_window(batches)
+            return MetricSums()
+        progress.bad_in_a_row = 0
         return sums
 
     def note_bad_window(self, batches: list[Any]) -> None:
         """Count a dropped window, keep its sample ids, and end the run after too many in a row."""
-        from dflash2_train.provenance import atomic_write_json
-
-        progress = self.progress
+        progress, reason = self.progress, self.engine.drop_reason
         progress.dropped += 1
         progress.bad_in_a_row += 1
         ids = [name for batch in batches for row in batch.sample_ids for name in row]
-        path = self.output / f"dropped-step{progress.step + 1:06d}-rank{self.engine.rank}.json"
-        atomic_write_json(path, {"step": progress.step + 1, "sample_ids": ids})
-        logger.warning("loss of step %d is not finite: step not applied, samples in %s", progress.step + 1, path)
+        path = self.output / f"dropped-rank{self.engine.rank}.jsonl"
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": progress.step, "reason": reason, "sample_ids": ids}) + "\n")
+        logger.warning("%s of step %d is not finite: not applied, samples in %s", reason, progress.step, path)
         if progress.bad_in_a_row >= self.config.train.max_bad_steps:
             raise UserError(
-                f"{progress.bad_in_a_row} steps in a row had a non-finite loss (train.max_bad_steps). The last "
-                f"checkpoint is good; look at the samples named in {path} and run dflash2-gen-data stage=verify."
-            )
-
-    def refuse_bad_gradient(self, batches: list[Any]) -> None:
-        """End the run when a gradient was not finite: the weights are spoiled and must not be saved."""
-        import math
-
-        norm = self.engine.gradient_norm()
-        stage_without_norm = self.config.train.zero_stage == 0
-        if not math.isfinite(norm) and not stage_without_norm:
-            ids = [name for batch in batches for row in batch.sample_ids for name in row]
-            raise UserError(
-                f"the gradient of step {self.progress.step} is not finite ({norm}). Nothing was saved after it; "
-                f"the same command continues from the last checkpoint. Its samples: {', '.join(ids[:8])}"
+                f"{progress.bad_in_a_row} steps in a row had a loss or gradient that is not finite "
+                f"(train.max_bad_steps). The last checkpoint is good; look at the samples named in {path} and run "
+                "dflash2-gen-data stage=verify."
             )
 
     def data_wait(self, windows: Prefetcher) -> float:
@@ -411,7 +370,7 @@ class TrainingRun:
         return {
             **reduced.rates(),
             "lr": self.engine.learning_rate(),
-            "grad_norm": norm,
+            **({"grad_norm": norm} if math.isfinite(norm) else {}),  # JSON has no infinity
             "epoch": float(self.loader.epoch_of(self.progress.rows_consumed)),
             "dropped": float(self.progress.dropped),
             "data_wait": self.data_wait(windows),
@@ -459,7 +418,7 @@ def facts(values: dict[str, float]) -> str:
 
 
 def build_objective(config: RunConfig, samples: FirstSamples | None) -> Objective:
-    """Drafter (warm from an export, or fresh with what the target lends) and frozen tables, on the CPU.
+    """Drafter (warm from another one, or fresh with what the target lends) and frozen tables, on the CPU.
 
     Args:
         config: the experiment.
@@ -468,33 +427,16 @@ def build_objective(config: RunConfig, samples: FirstSamples | None) -> Objectiv
     from dflash2_train.model.drafter_config import DrafterShape
     from dflash2_train.objective import Objective
     from dflash2_train.target import FrozenHead
+    from dflash2_train.warm_start import warm_drafter
 
     frozen = FrozenHead.load(config.target, dtype=config.train.dtype)
     shape = DrafterShape.from_config(config)
     if config.train.warm_start is not None:
-        drafter = warm_drafter(config.train.warm_start, shape)
+        drafter = warm_drafter(config.train.warm_start, shape, frozen.embedding)
     else:
         drafter = fresh_drafter(config, shape, frozen, samples)
     drafter.attention = config.train.attention
     return Objective(drafter, frozen, config.loss)
-
-
-def warm_drafter(folder: str, shape: DrafterShape) -> Drafter:
-    """The drafter exported in ``folder``, refused if it is not of the configured shape."""
-    import torch
-
-    from data_gen.cache.format import list_differences
-    from dflash2_train.export.hf import load_drafter
-
-    drafter = load_drafter(absolute(folder), torch.float32)
-    lines = list_differences(asdict(drafter.shape), asdict(shape))
-    if lines:
-        listed = "\n  ".join(lines)
-        raise ConfigError(
-            f"train.warm_start={folder}: its shape is not that of the config (file -> config):\n  {listed}\n"
-            "Use a drafter of the same shape, or set drafter.* to the file's."
-        )
-    return drafter
 
 
 def fresh_drafter(config: RunConfig, shape: DrafterShape, frozen: FrozenHead, samples: FirstSamples | None) -> Drafter:

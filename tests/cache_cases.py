@@ -88,7 +88,7 @@ def write_conversations(root: Path, shard: int, samples: list[CapturedSample], s
         row = dict.fromkeys(("completion_text", "dropped", "license", "revision", "target_hash"), "")
         row |= {"row_id": sample.sample_id, "prompt_id": sample.sample_id, "messages": "[]", "source": source}
         row |= {"prompt_ids": ids[:prompt], "completion_ids": ids[prompt:], "finish_reason": "stop", "target": "toy"}
-        row |= dict.fromkeys(("repeat", "seed", "top_k"), 0) | {"max_tokens": 8, "stop_ids": [1]}
+        row |= dict.fromkeys(("repeat", "turn", "seed", "top_k"), 0) | {"max_tokens": 8, "stop_ids": [1], "tools": ""}
         row |= dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), 1.0)
         row |= dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.0) | {"enable_thinking": None}
         rows.append(row)

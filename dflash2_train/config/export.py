@@ -8,6 +8,8 @@ from omegaconf import MISSING
 
 from dflash2_train.config.rules import DTYPES, require
 
+WEIGHTS = ("last", "ema")
+
 
 @dataclass(kw_only=True)
 class ExportConfig:
@@ -15,9 +17,11 @@ class ExportConfig:
 
     output_dir: str = MISSING
     format: str = "hf"  # hf
-    checkpoint: str | None = None  # checkpoint folder; None = the newest complete one of train.output_dir
+    checkpoint: str | None = None  # checkpoint folder, or best; None = the newest whole one of train.output_dir
+    weights: str = "last"  # last: as trained; ema: their moving average (train.ema_decay)
     dtype: str = "bfloat16"
 
     def check(self) -> None:
         require(self.format == "hf", "export.format", self.format, "only hf is written so far", "Use hf.")
+        require(self.weights in WEIGHTS, "export.weights", self.weights, f"must be one of {WEIGHTS}", "Use last.")
         require(self.dtype in DTYPES, "export.dtype", self.dtype, f"must be one of {DTYPES}", "Use bfloat16.")

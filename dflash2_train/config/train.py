@@ -11,6 +11,7 @@ from dflash2_train.config.rules import DTYPES, require
 from dflash2_train.config.target import TargetConfig
 
 ATTENTION_PATHS = ("auto", "chunked", "flex", "dense")  # see model/attend.py
+SCHEDULES = ("cosine", "linear", "wsd")
 
 
 @dataclass(kw_only=True)
@@ -28,19 +29,26 @@ class TrainConfig:
     short_block_size: int | None = None  # block size of the windows that train short blocks; None = all are whole
     short_block_share: float = 0.0  # share of windows with short blocks, drawn from (seed, window)
     lr: float = 6e-4
+    schedule: str = "cosine"  # cosine | linear | wsd (stable, then down over the last `decay`)
+    decay: float = 0.2  # share of the steps at the end over which wsd falls
     final_lr_ratio: float = 0.1
     warmup: float = 0.04  # share of the steps
     weight_decay: float = 0.0
+    conv_lr_scale: float = 1.0  # factor on lr of the convolutions' kernel projections
+    selector_lr_scale: float = 2.0  # factor on lr of the selector: its projection and both codebooks
     mask_lr_scale: float = 1.0  # factor on lr of the mask embedding
     gain_lr_scale: float = 1.0  # factor on lr of elementwise gains: norm weights and base kernels
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     grad_clip: float = 1.0
-    zero_stage: int = 1
+    zero_stage: int = 1  # 0, 1 or 2
+    gradient_checkpointing: bool = False  # run each layer again for its gradient in place of keeping its activations
+    compile_layers: bool = False  # torch.compile of the layers, CUDA only
+    ema_decay: float | None = None  # keep a moving average of the fp32 weights, as 0.999; export.weights=ema takes it
     init_layers: list[int] = field(default_factory=list)  # target layer each drafter layer starts from; empty = random
     init_tap_weights: list[float] = field(default_factory=list)  # fc starts as this sum of taps; empty = random
     init_norm_scale: float = 1.0  # factor on the target's final norm; below 1 starts nearer to uniform logits
     init_recent_gain: float = 0.0  # layer 0 starts as a look at the newest context, this sharp; 0 = random
-    warm_start: str | None = None  # exported DFlash 2 folder to start from
+    warm_start: str | None = None  # checkpoint, run folder, or exported DFlash or DFlash 2 folder to start from
     save_every: int = 200  # steps
     keep_checkpoints: int = 2
     log_every: int = 1
@@ -89,7 +97,13 @@ class TrainConfig:
         ):
             value = getattr(self, key)
             require(value > 0, f"train.{key}", value, "must be positive", "Use the experiment's value.")
-        require(self.zero_stage in (0, 1, 2, 3), "train.zero_stage", self.zero_stage, "must be 0, 1, 2 or 3", "Use 1.")
+        require(
+            self.zero_stage in (0, 1, 2),
+            "train.zero_stage",
+            self.zero_stage,
+            "must be 0, 1 or 2: stage 3 splits each weight for a gain that a drafter of 1-2 B parameters does not need",
+            "Use 1, or 2 to split gradients too.",
+        )
         require(
             not (self.zero_stage == 0 and self.dtype == "bfloat16"),
             "train.zero_stage",
@@ -115,7 +129,7 @@ class TrainConfig:
         require(
             self.init_recent_gain >= 0, "train.init_recent_gain", self.init_recent_gain, "must be at least 0", "Use 0."
         )
-        for key in ("init_norm_scale", "mask_lr_scale", "gain_lr_scale"):
+        for key in ("init_norm_scale", "conv_lr_scale", "selector_lr_scale", "mask_lr_scale", "gain_lr_scale"):
             value = getattr(self, key)
             require(value > 0, f"train.{key}", value, "is a factor and must be positive", "Use 1.0.")
         require(0 < self.lr < 1, "train.lr", self.lr, "must lie in (0, 1)", "Use 6e-4.")
@@ -123,6 +137,23 @@ class TrainConfig:
             0 <= self.final_lr_ratio <= 1, "train.final_lr_ratio", self.final_lr_ratio, "must lie in [0, 1]", "Use 0.1."
         )
         require(0 <= self.warmup < 1, "train.warmup", self.warmup, "is a share of the steps", "Use 0.04.")
+        require(
+            self.schedule in SCHEDULES, "train.schedule", self.schedule, f"must be one of {SCHEDULES}", "Use cosine."
+        )
+        require(
+            self.schedule != "wsd" or (0 < self.decay and self.warmup + self.decay <= 1),
+            "train.decay",
+            self.decay,
+            f"is a share of the steps and must fit beside train.warmup={self.warmup}",
+            "Use 0.2.",
+        )
+        require(
+            self.ema_decay is None or 0 < self.ema_decay < 1,
+            "train.ema_decay",
+            self.ema_decay,
+            "must lie in (0, 1), and be null for no average",
+            "Use 0.999.",
+        )
         require(len(self.betas) == 2, "train.betas", self.betas, "needs two values", "Use [0.9, 0.95].")
         require(
             self.wandb in ("disabled", "offline", "online"),

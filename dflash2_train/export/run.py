@@ -6,7 +6,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from dflash2_train.checkpoint import MANIFEST, WEIGHTS, load_drafter_weights, newest_checkpoint
+from dflash2_train.checkpoint import (
+    AVERAGED_WEIGHTS,
+    MANIFEST,
+    WEIGHTS,
+    best_checkpoint,
+    load_drafter_weights,
+    newest_checkpoint,
+)
 from dflash2_train.config import RunConfig, UserError, absolute, to_plain
 from dflash2_train.export import payload
 from dflash2_train.export.doctor import ERROR, check_config, check_folder
@@ -20,11 +27,19 @@ logger = logging.getLogger(__name__)
 
 
 def chosen_checkpoint(config: RunConfig) -> Path:
-    """``export.checkpoint``, or the newest whole checkpoint of the training run.
+    """``export.checkpoint``, where ``best`` is the one marked so, or the newest whole checkpoint of the training run.
 
     Raises:
         UserError: there is none.
     """
+    if config.export.checkpoint == "best":
+        best = best_checkpoint(absolute(config.train.output_dir))
+        if best is None:
+            raise UserError(
+                f"export.checkpoint=best: no checkpoint of {absolute(config.train.output_dir)} is marked as the best. "
+                "Leave export.checkpoint out for the newest."
+            )
+        return best
     if config.export.checkpoint is not None:
         folder = absolute(config.export.checkpoint)
         if not (folder / MANIFEST).exists():
@@ -59,13 +74,15 @@ def check_exportable(config: RunConfig) -> None:
         raise ExportError(f"a drafter of this configuration could not be exported; change drafter.*:\n  {listed}")
 
 
-def weights_source(checkpoint: Path) -> dict[str, Any]:
+def weights_source(checkpoint: Path, weights: str) -> dict[str, Any]:
     """What identifies the exported weights: the checkpoint's name, step and hash, and what its run recorded."""
+    path = checkpoint / (AVERAGED_WEIGHTS if weights == "ema" else WEIGHTS)
     manifest = payload.read_json(checkpoint / MANIFEST)
     source: dict[str, Any] = {
         "checkpoint": checkpoint.name,
         "step": manifest["step"],
-        "weights_sha256": sha256_file(checkpoint / WEIGHTS),
+        "weights": weights,
+        "weights_sha256": sha256_file(path) if path.exists() else None,
     }
     record = checkpoint.parent / "run.json"
     if record.exists():
@@ -100,14 +117,14 @@ def export_checkpoint(config: RunConfig) -> Path:
             that breaks a rule of the published layout.
     """
     checkpoint = chosen_checkpoint(config)
-    source = weights_source(checkpoint)
+    source = weights_source(checkpoint, config.export.weights)
     out_dir = absolute(config.export.output_dir)
     if already_exported(out_dir, config, source):
         logger.info("%s is exported already (%s)", checkpoint.name, out_dir)
         return out_dir
     drafter = Drafter(DrafterShape.from_config(config))
     try:
-        drafter.load_state_dict(load_drafter_weights(checkpoint), strict=True)
+        drafter.load_state_dict(load_drafter_weights(checkpoint, averaged=config.export.weights == "ema"), strict=True)
     except RuntimeError as error:
         raise ExportError(
             f"{checkpoint}: its weights are of another drafter than this configuration describes. "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 from dflash2_train.config import RunConfig, to_plain
 from dflash2_train.tracker import read_metrics
 from tests.cases import tiny_run_config
+from tests.integration.launch import finish, start_ranks_of
 from tests.tiny_target import save_tiny_llama, write_cache
 
 STEPS = 6
@@ -64,29 +64,11 @@ def start(config: RunConfig, *, ranks: int = 1) -> list[subprocess.Popen[str]]:
     path = Path(config.train.output_dir).parent / "config.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(to_plain(config)))
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "tests.integration.run_training", str(path)]
-    processes = []
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    for rank in range(ranks):
-        own = dict(environment)
-        if ranks > 1:
-            own.update(
-                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-            )
-        processes.append(
-            subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    return processes
+    return start_ranks_of("tests.integration.run_training", [str(path)], ranks)
 
 
 def run(config: RunConfig, *, ranks: int = 1, expect: int = 0) -> str:
-    processes = start(config, ranks=ranks)
-    output = "".join(process.communicate(timeout=240)[0] for process in processes)
-    assert [process.returncode for process in processes] == [expect] * ranks, output
-    return output
+    return finish(start(config, ranks=ranks), expect=expect)
 
 
 def weights(config: RunConfig, step: int = STEPS) -> dict[str, torch.Tensor]:
@@ -163,7 +145,42 @@ def test_accumulation_gives_the_same_update_as_one_large_batch(
         torch.testing.assert_close(expected[name], found[name], rtol=1e-3, atol=2e-5)
 
 
-def test_sigterm_saves_and_the_same_command_continues(base: RunConfig, tmp_path: Path) -> None:
+def test_two_ranks_continue_what_one_began_with_other_means_to_the_same_end(
+    base: RunConfig, straight: RunConfig, tmp_path: Path
+) -> None:
+    config = variant(base, tmp_path, max_seconds=0.0, ema_decay=0.5)
+    run(config, expect=143)  # out of time after the first step
+    assert [path.name for path in Path(config.train.output_dir).glob("step*")] == ["step000001"]
+    config.train.rows, config.train.max_seconds = 1, None
+    config.train.zero_stage, config.train.gradient_checkpointing = 2, True
+    config.export.weights, config.export.dtype = "ema", "float32"
+    output = run(config, ranks=2)
+    assert "was saved on 1 ranks and continues on 2" in output
+    for one, two in zip(curve(straight), curve(config), strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
+        assert one["lr"] == two["lr"]
+    expected, found = weights(straight), weights(config)
+    for name in expected:
+        torch.testing.assert_close(expected[name], found[name], rtol=1e-3, atol=2e-5)
+    average = load_file(Path(config.train.output_dir) / f"step{STEPS:06d}" / "average.safetensors")
+    exported = load_file(Path(config.export.output_dir) / "model.safetensors")
+    assert torch.equal(average["fc.weight"], exported["fc.weight"])
+    assert not torch.equal(average["fc.weight"], found["fc.weight"])
+
+
+def test_a_warm_start_from_a_run_begins_where_that_one_ended(
+    base: RunConfig, straight: RunConfig, tmp_path: Path
+) -> None:
+    config = variant(base, tmp_path, steps=1, warm_start=straight.train.output_dir, lr=1e-9)
+    run(config)
+    assert curve(config)[0]["loss"] < curve(straight)[0]["loss"]
+    expected, found = weights(straight), weights(config, step=1)
+    for name in expected:
+        torch.testing.assert_close(expected[name], found[name], rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_same_command_continues(base: RunConfig, tmp_path: Path, number: signal.Signals) -> None:
     config = variant(base, tmp_path, steps=4000, save_every=100000)
     process = start(config)[0]
     metrics = Path(config.train.output_dir) / "metrics.jsonl"
@@ -172,11 +189,12 @@ def test_sigterm_saves_and_the_same_command_continues(base: RunConfig, tmp_path:
         if metrics.exists() and len(metrics.read_text().splitlines()) >= 2:
             break
         time.sleep(0.05)
-    process.terminate()
+    process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 143, output
     saved = sorted(Path(config.train.output_dir).glob("step*"))
     assert len(saved) == 1, output
+    assert load_file(saved[0] / "exp_avg.safetensors").keys() == load_file(saved[0] / "drafter.safetensors").keys()
 
 
 def test_resuming_under_other_settings_is_refused_with_the_differences(
@@ -214,9 +232,10 @@ def test_steps_with_a_non_finite_loss_are_dropped_named_and_end_the_run_after_a_
     config = variant(base, tmp_path, max_bad_steps=2, init_norm_scale=1e39)
     output = run(config, expect=2)
     assert "not finite" in output
-    dropped = sorted(Path(config.train.output_dir).glob("dropped-*.json"))
-    assert len(dropped) == 2
-    assert json.loads(dropped[0].read_text())["sample_ids"]
+    lines = (Path(config.train.output_dir) / "dropped-rank0.jsonl").read_text().splitlines()
+    dropped = [json.loads(line) for line in lines]
+    assert [(row["step"], row["reason"]) for row in dropped] == [(1, "loss"), (2, "loss")]
+    assert all(row["sample_ids"] for row in dropped)
     assert not list(Path(config.train.output_dir).glob("step*"))
 
 

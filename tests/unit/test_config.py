@@ -67,6 +67,11 @@ def test_a_complete_configuration_becomes_typed_objects_with_interpolations_reso
         ("train__dtype", "float16", "must be one of"),
         ("train__attention", "sdpa", "must be one of"),
         ("train__zero_stage", 0, "stage 0"),
+        ("train__zero_stage", 3, "0, 1 or 2"),
+        ("train__schedule", "step", "must be one of"),
+        ("train__ema_decay", 1.0, "(0, 1)"),
+        ("train__selector_lr_scale", 0.0, "positive"),
+        ("export__weights", "best", "must be one of"),
         ("loss__kl_kind", "reverse", "must be one of"),
         ("loss__gamma", 0.0, "positive"),
         ("data__backend", "tgi", "must be one of"),
@@ -81,6 +86,12 @@ def test_a_broken_rule_is_refused_naming_key_value_and_rule(key: str, value: Any
     text = str(caught.value)
     assert key.replace("__", ".") in text
     assert words in text
+
+
+def test_a_fall_that_does_not_fit_beside_the_warm_up_is_refused() -> None:
+    assert load_config(composed(train__schedule="wsd")).train.decay == 0.2
+    with pytest.raises(ConfigError, match=r"train\.decay=0\.99"):
+        load_config(composed(train__schedule="wsd", train__decay=0.99))
 
 
 def test_an_unknown_key_is_refused_by_its_full_path() -> None:

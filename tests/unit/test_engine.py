@@ -1,13 +1,9 @@
-"""The engine's pure parts: DeepSpeed's configuration, the schedule, the parameter groups."""
+"""The engine's pure part, DeepSpeed's configuration, and the draw of short windows."""
 
 from __future__ import annotations
 
-import pytest
-import torch
-from torch import nn
-
 from dflash2_train.config import RunConfig, TrainConfig
-from dflash2_train.engine import build_deepspeed_config, learning_rate_factor, parameter_groups
+from dflash2_train.engine import build_deepspeed_config
 from dflash2_train.train import window_block_size
 
 
@@ -29,31 +25,9 @@ def test_fp32_asks_for_no_mixed_precision() -> None:
     assert "data_types" not in config
 
 
-def test_the_rate_warms_up_linearly_peaks_once_and_ends_at_its_share() -> None:
-    factor = learning_rate_factor(settings(warmup=0.1, final_lr_ratio=0.1))
-    rates = [factor(step) for step in range(101)]
-    assert rates[0] == pytest.approx(0.1)
-    assert max(rates) == pytest.approx(1.0)
-    assert rates[9] == pytest.approx(1.0)
-    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
-    assert rates[100] == pytest.approx(0.1)
-
-
-def test_every_parameter_is_in_one_group_and_codebooks_norms_and_mask_do_not_decay() -> None:
-    module = nn.Module()
-    module.proj = nn.Linear(2, 2, bias=False)
-    module.norm = nn.LayerNorm(2, bias=False)
-    module.register_parameter("predecessor_codebook", nn.Parameter(torch.zeros(2, 2)))
-    module.register_parameter("mask_embedding", nn.Parameter(torch.zeros(2)))
-    groups = parameter_groups(module, settings(weight_decay=0.1, mask_lr_scale=5.0, gain_lr_scale=3.0, lr=1e-3))
-    assert {group["name"]: len(group["params"]) for group in groups} == {
-        "matrices": 1,
-        "codebooks": 1,
-        "gains": 1,
-        "mask_embedding": 1,
-    }
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.0, 0.0, 0.0]
-    assert [group["lr"] for group in groups] == pytest.approx([1e-3, 1e-3, 3e-3, 5e-3])
+def test_without_zero_the_optimizer_clips_and_not_deepspeed() -> None:
+    assert build_deepspeed_config(settings(dtype="float32", zero_stage=0), world_size=1)["gradient_clipping"] == 0
+    assert build_deepspeed_config(settings(grad_clip=0.5), world_size=1)["gradient_clipping"] == 0.5
 
 
 def test_short_blocks_take_their_share_of_windows_and_a_resume_repeats_the_draw(tiny_config: RunConfig) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash2_train.checkpoint import MANIFEST, WEIGHTS
+from dflash2_train.checkpoint import AVERAGED_WEIGHTS, MANIFEST, WEIGHTS, mark_best
 from dflash2_train.config import RunConfig, UserError
 from dflash2_train.export import run
 from dflash2_train.export.hf import load_drafter
@@ -51,6 +51,30 @@ def test_a_named_checkpoint_wins_over_the_newest(config: RunConfig) -> None:
     assert torch.equal(
         load_file(folder / "model.safetensors")["fc.weight"], load_file(named / WEIGHTS)["fc.weight"].bfloat16()
     )
+
+
+def test_the_best_checkpoint_is_exported_by_its_mark(config: RunConfig) -> None:
+    config.export.checkpoint = "best"
+    root = Path(config.train.output_dir)
+    best = write_checkpoint(config, 10)
+    write_checkpoint(config, 20, scale=2.0)
+    with pytest.raises(UserError, match=r"export\.checkpoint=best"):
+        run.export_checkpoint(config)
+    mark_best(root, best, metric="acceptance", value=2.0)
+    folder = run.export_checkpoint(config)
+    assert torch.equal(
+        load_file(folder / "model.safetensors")["fc.weight"], load_file(best / WEIGHTS)["fc.weight"].bfloat16()
+    )
+
+
+def test_averaged_weights_are_exported_on_demand_and_anew_when_the_choice_changes(config: RunConfig) -> None:
+    checkpoint = write_checkpoint(config, 10)
+    averaged = {name: tensor * 3.0 for name, tensor in load_file(checkpoint / WEIGHTS).items()}
+    save_file(averaged, checkpoint / AVERAGED_WEIGHTS)
+    for choice, expected in (("last", load_file(checkpoint / WEIGHTS)), ("ema", averaged)):
+        config.export.weights = choice
+        found = load_file(run.export_checkpoint(config) / "model.safetensors")
+        assert torch.equal(found["fc.weight"], expected["fc.weight"].bfloat16())
 
 
 def test_exporting_the_same_checkpoint_again_touches_nothing(config: RunConfig) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from data_gen.capture import CaptureTotals
     from data_gen.prepare import PreparedPrompts
     from data_gen.regenerate import ConversationTotals
+    from data_gen.ring_filler import FillTotals
 
 logger = logging.getLogger(__name__)
 GIB = 2**30
@@ -90,9 +91,30 @@ def show_capture(totals: CaptureTotals) -> None:
     _table("Capture", rows)
 
 
+def show_stream(totals: FillTotals) -> None:
+    """Summary of a producer."""
+    busy, idle = totals.capture_seconds, totals.wait_seconds
+    rate = totals.tokens / busy if busy else 0.0
+    rows = [
+        ("segments of this producer", f"{totals.segments:,}"),
+        ("of them begun by another", f"{totals.taken_over:,}"),
+        ("tokens", f"{totals.tokens:,} ({rate:.0f} tokens/s while at work)"),
+        ("written", f"{totals.num_bytes / GIB:.3f} GiB"),
+        ("waited for room", f"{idle:.0f} s ({idle / max(busy + idle, 1e-9):.0%} of the time)"),
+        ("peak memory", _peak_memory()),
+    ]
+    _table("Stream", rows)
+
+
 def gen_data(config: RunConfig) -> int:
     """Run the stages that ``config.stage`` names; the exit code is 1 if verify left faults."""
     stages = ("regenerate", "capture", "verify") if config.stage == "all" else (config.stage,)
+    if stages == ("stream",):
+        from data_gen.backends.folder import find_target
+        from data_gen.stream import stream
+
+        show_stream(stream(config, find_target(config.target)))
+        return 0
     if "capture" in stages:
         logger.info("states will be read by %s", config.data.capturer)  # refuses now what would fail after a week
     if "plan" in stages:

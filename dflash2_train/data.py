@@ -1,14 +1,13 @@
-"""From the capture cache to packed rows: which documents, in which order, in which row.
+"""From planned rows to packed batches.
 
-The order is a function of (seed, epoch) alone and the rows of all epochs form one endless list, so the position
-of a run is a single number, the rows consumed. Every document is used once before any is used again. A window is what
-one optimizer step takes: ``accumulation`` micro-batches of ``rows`` rows on each of ``world_size`` ranks. The same
-global window holds the same rows on any number of ranks.
+Which documents lie in which row is told by :class:`data_gen.cache.row_plan.RowPlan`, an endless list of rows; where
+their samples come from, a cache or a ring, by a :class:`RowSource`. A window is what one optimizer step takes:
+``accumulation`` micro-batches of ``rows`` rows on each of ``world_size`` ranks. The same global window holds the same
+rows on any number of ranks and from any source.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -16,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from data_gen.cache.format import CapturedSample
+from data_gen.cache.format import CapturedSample, CaptureManifest, IndexRow
+from data_gen.cache.row_plan import PlannedRow, RowPlan
 from dflash2_train.blocks import draw_anchors
-from dflash2_train.config import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +35,14 @@ class PackedBatch:
     anchor_valid: Tensor  # [B, A] bool
     sample_ids: list[list[str]]  # documents of each row
 
+    def pinned(self) -> PackedBatch:
+        """All tensors in page-locked memory; those that are there already stay."""
+        pinned: dict[str, Any] = {}
+        for name, value in self.__dict__.items():
+            if isinstance(value, Tensor):
+                pinned[name] = value.pin_memory()
+        return replace(self, **pinned)
+
     def to(self, device: torch.device, dtype: torch.dtype) -> PackedBatch:
         """All tensors on ``device``; the tap states in ``dtype``."""
         moved: dict[str, Any] = {}
@@ -46,49 +53,75 @@ class PackedBatch:
         return replace(self, **moved)
 
 
-class SampleStore(Protocol):
-    """What the loader needs of a cache reader."""
+class RowSource(Protocol):
+    """Where the samples of planned rows come from."""
 
-    def __len__(self) -> int: ...
+    width: int  # T*H, features of a token's tap states
+
+    def read(self, row: PlannedRow, states: Tensor) -> list[CapturedSample]:
+        """Samples of a row, in order; may wait for them.
+
+        Args:
+            row: which documents.
+            states: [N, T*H] bf16 for the row's N tokens; filled, and the samples' ``tap_hidden`` are parts of it. So
+                the one large tensor goes from the disk into its batch without a stop.
+        """
+        ...
+
+    def passed(self, number: int) -> None:
+        """This rank will read no row before ``number`` any more."""
+        ...
+
+
+class SampleReader(Protocol):
+    """What :class:`CachedRows` needs of a cache reader."""
+
+    manifest: CaptureManifest
+
+    @property
+    def index(self) -> Sequence[IndexRow]: ...
 
     def read(self, sample_index: int) -> CapturedSample: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """One captured sample as the packer sees it."""
+class CachedRows:
+    """Rows out of a capture cache, which is there as a whole."""
 
-    index: int  # in the reader
-    num_tokens: int
-    num_supervised: int
+    def __init__(self, reader: SampleReader) -> None:
+        self._reader = reader
+        content = reader.manifest.content
+        self.width = len(content["target_layer_ids"]) * content["hidden_size"]
+        self._place = {entry.sample_id: place for place, entry in enumerate(reader.index)}
+
+    def sample(self, sample_id: str) -> CapturedSample:
+        """One sample by id."""
+        return self._reader.read(self._place[sample_id])
+
+    def read(self, row: PlannedRow, states: Tensor) -> list[CapturedSample]:
+        """Samples of a row, in order, their states in ``states``."""
+        samples = []
+        for document, part in zip(row.documents, split_states(row, states), strict=True):
+            sample = self.sample(document.sample_id)
+            part.copy_(sample.tap_hidden)
+            samples.append(replace(sample, tap_hidden=part))
+        return samples
+
+    def passed(self, number: int) -> None:
+        """Nothing is released: the cache stays."""
 
 
-def plan_epoch(documents: Sequence[Document], *, row_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Rows of one epoch: lists of reader indices whose token counts fit ``row_tokens``.
-
-    Documents are shuffled by (seed, epoch) and put into the first of a few open rows that has room, so
-    that rows are nearly full and their order stays random.
-    """
-    order = list(documents)
-    random.Random(f"{seed}/{epoch}").shuffle(order)  # noqa: S311 - a data order, not a secret
-    open_rows: list[tuple[int, list[int]]] = []
-    rows: list[list[int]] = []
-    for document in order:
-        for slot, (free, members) in enumerate(open_rows):
-            if document.num_tokens <= free:
-                members.append(document.index)
-                open_rows[slot] = (free - document.num_tokens, members)
-                break
-        else:
-            open_rows.append((row_tokens - document.num_tokens, [document.index]))
-            if len(open_rows) > 16:
-                rows.append(open_rows.pop(0)[1])
-    rows.extend(members for _, members in open_rows)
-    return rows
+def split_states(row: PlannedRow, states: Tensor) -> tuple[Tensor, ...]:
+    """The parts of a row's ``states`` [N, T*H] that belong to its documents."""
+    return states.split([document.num_tokens for document in row.documents])
 
 
 def collate(
-    rows: Sequence[Sequence[CapturedSample]], *, anchors_per_document: int, seed: int, epochs: Sequence[int]
+    rows: Sequence[Sequence[CapturedSample]],
+    *,
+    anchors_per_document: int,
+    seed: int,
+    epochs: Sequence[int],
+    tap_hidden: Tensor | None = None,
 ) -> PackedBatch:
     """Pack rows of samples into one padded batch and draw every document's anchors.
 
@@ -97,16 +130,21 @@ def collate(
         anchors_per_document: at most so many anchors a document.
         seed: with epoch and sample id it fixes the draw.
         epochs: one entry a row.
+        tap_hidden: [B, S, T*H], if the states are in their places already.
     """
     length = max(sum(len(sample.input_ids) for sample in row) for row in rows)
     first = rows[0][0]
-    width, top_k = first.tap_hidden.shape[1], first.teacher_ids.shape[1]
+    top_k = first.teacher_ids.shape[1]
     shape = (len(rows), length)
+    if tap_hidden is None:
+        tap_hidden = torch.zeros((*shape, first.tap_hidden.shape[1]), dtype=first.tap_hidden.dtype)
+        for b, row in enumerate(rows):
+            states = torch.cat([sample.tap_hidden for sample in row])
+            tap_hidden[b, : len(states)] = states
     input_ids = torch.zeros(shape, dtype=torch.int64)
     loss_mask = torch.zeros(shape, dtype=torch.bool)
     position_ids = torch.zeros(shape, dtype=torch.int64)
     document_ids = torch.full(shape, -1, dtype=torch.int64)
-    tap_hidden = torch.zeros((*shape, width), dtype=first.tap_hidden.dtype)
     teacher_ids = torch.zeros((*shape, top_k), dtype=torch.int64)
     teacher_logprobs = torch.full((*shape, top_k), float("-inf"), dtype=torch.float32)
     anchors: list[Tensor] = []
@@ -120,7 +158,6 @@ def collate(
             loss_mask[b, span] = sample.loss_mask
             position_ids[b, span] = torch.arange(size)
             document_ids[b, span] = d
-            tap_hidden[b, span] = sample.tap_hidden
             teacher_ids[b, span] = sample.teacher_ids.to(torch.int64)
             teacher_logprobs[b, span] = sample.teacher_logprobs.to(torch.float32)
             draw = draw_anchors(
@@ -153,78 +190,66 @@ class WindowLoader:
     """Hands out, window by window, this rank's micro-batches.
 
     Args:
-        store: the capture cache.
-        documents: those to train on; documents that hold no anchor are left out by the caller.
-        row_tokens, rows, accumulation, anchors_per_document, seed: as in ``train.*``.
+        source: samples of planned rows.
+        plan: the endless list of rows.
+        rows, accumulation, anchors_per_document, seed: as in ``train.*``.
         rank, world_size: this process among all.
-
-    Raises:
-        ConfigError: a document longer than ``row_tokens``, or no document at all.
+        pin: batches in page-locked memory, from where a copy to the GPU runs beside other work.
     """
 
     def __init__(
         self,
-        store: SampleStore,
-        documents: Sequence[Document],
+        source: RowSource,
+        plan: RowPlan,
         *,
-        row_tokens: int,
         rows: int,
         accumulation: int,
         anchors_per_document: int,
         seed: int,
         rank: int = 0,
         world_size: int = 1,
+        pin: bool = False,
     ) -> None:
-        longest = max((document.num_tokens for document in documents), default=0)
-        if longest == 0:
-            raise ConfigError(
-                "the cache holds no document with an anchor and a label. Regenerate with longer completions."
-            )
-        if longest > row_tokens:
-            raise ConfigError(
-                f"train.row_tokens={row_tokens}: the longest cached document has {longest} tokens and must fit a row. "
-                f"Set train.row_tokens to at least {longest}."
-            )
-        self._store, self._documents = store, list(documents)
-        self._row_tokens, self._rows, self._accumulation = row_tokens, rows, accumulation
+        self._source, self._plan, self._pin = source, plan, pin
+        self._rows, self._accumulation = rows, accumulation
         self._anchors, self._seed = anchors_per_document, seed
         self._rank, self._world_size = rank, world_size
-        self._epoch_rows: list[list[list[int]]] = []
 
     @property
     def rows_per_window(self) -> int:
         """Rows that one optimizer step takes on all ranks together."""
         return self._rows * self._accumulation * self._world_size
 
-    def _row(self, number: int) -> tuple[int, list[int]]:
-        """(epoch, reader indices) of row ``number`` of the endless list."""
-        epoch = 0
-        while True:
-            if epoch == len(self._epoch_rows):
-                self._epoch_rows.append(
-                    plan_epoch(self._documents, row_tokens=self._row_tokens, seed=self._seed, epoch=epoch)
-                )
-            if number < len(self._epoch_rows[epoch]):
-                return epoch, self._epoch_rows[epoch][number]
-            number -= len(self._epoch_rows[epoch])
-            epoch += 1
-
     def epoch_of(self, rows_consumed: int) -> int:
         """Epoch of the next row after ``rows_consumed``."""
-        return self._row(rows_consumed)[0]
+        return self._plan.row(rows_consumed).epoch
 
     def window(self, rows_consumed: int) -> list[PackedBatch]:
-        """The micro-batches of the window that starts at row ``rows_consumed``, for this rank."""
+        """The micro-batches of the window that starts at row ``rows_consumed``, for this rank.
+
+        Windows must be read in order: the source is told what will not be read again.
+        """
         batches = []
         for micro in range(self._accumulation):
             start = rows_consumed + (micro * self._world_size + self._rank) * self._rows
-            planned = [self._row(number) for number in range(start, start + self._rows)]
-            batches.append(
-                collate(
-                    [[self._store.read(index) for index in members] for _, members in planned],
-                    anchors_per_document=self._anchors,
-                    seed=self._seed,
-                    epochs=[epoch for epoch, _ in planned],
-                )
-            )
+            planned = [self._plan.row(number) for number in range(start, start + self._rows)]
+            batches.append(self._batch(planned))
+            self._source.passed(start + self._rows * self._world_size)
         return batches
+
+    def _batch(self, planned: Sequence[PlannedRow]) -> PackedBatch:
+        lengths = [sum(document.num_tokens for document in row.documents) for row in planned]
+        shape = (len(planned), max(lengths), self._source.width)
+        tap_hidden = torch.empty(shape, dtype=torch.bfloat16, pin_memory=self._pin)
+        rows = []
+        for row, length, states in zip(planned, lengths, tap_hidden, strict=True):
+            rows.append(self._source.read(row, states[:length]))
+            states[length:] = 0
+        batch = collate(
+            rows,
+            anchors_per_document=self._anchors,
+            seed=self._seed,
+            epochs=[row.draw for row in planned],
+            tap_hidden=tap_hidden,
+        )
+        return batch.pinned() if self._pin else batch

@@ -1,4 +1,4 @@
-"""``dflash2-train``: from the capture cache to a trained, exported drafter.
+"""``dflash2-train``: from captured samples, in a cache or out of a ring, to a trained, exported drafter.
 
 Started again with the same command it continues from the newest whole checkpoint, bit for bit, or on another number of
 ranks with the same windows; finished already, it says so and does nothing. SIGTERM and Ctrl-C finish the step, save
@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import random
+import threading
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -23,20 +24,21 @@ from dflash2_train.config import RunConfig, UserError, absolute, to_plain
 from dflash2_train.run_control import StopRequest, only_run_in
 
 if TYPE_CHECKING:
-    from data_gen.cache.reader import CaptureReader
     from dflash2_train.attest import Attestation
     from dflash2_train.attest.samples import Samples
     from dflash2_train.checkpoint import Checkpoint
-    from dflash2_train.data import WindowLoader
+    from dflash2_train.data import PackedBatch
     from dflash2_train.metrics import MetricSums
     from dflash2_train.model.drafter import Drafter
     from dflash2_train.model.drafter_config import DrafterShape
     from dflash2_train.objective import Objective
+    from dflash2_train.prefetch import Prefetcher
     from dflash2_train.target import FrozenHead
+    from dflash2_train.training_data import FirstSamples, TrainingData
 
 logger = logging.getLogger(__name__)
 EXIT_STOPPED = 143  # left in good order before the last step (SIGTERM, train.max_seconds)
-INIT_SAMPLES = 64  # cached samples whose states shape the start of layer 0
+SHOWN_WAIT = 0.02  # share of the time spent waiting for data that is worth a look
 # Settings that may change between two starts of one run: they shape where and how often, not what is learned.
 FREE_TO_CHANGE = (
     "output_dir",
@@ -48,6 +50,7 @@ FREE_TO_CHANGE = (
     "wandb",
     "wandb_project",
     "num_threads",
+    "prefetch_windows",
     "zero_stage",
     "gradient_checkpointing",
     "compile_layers",
@@ -71,39 +74,46 @@ class Progress:
     selector_share: float = 1.0  # of the last window, for loss.selector_denominator=hits; 1 for the other setting
 
 
-def fingerprint(config: RunConfig, cache_fingerprint: str, world_size: int) -> dict[str, Any]:
+def fingerprint(config: RunConfig, data: TrainingData, world_size: int) -> dict[str, Any]:
     """All that shapes what is learned; a resume must share it."""
     plain = to_plain(config)
     train = {key: value for key, value in plain["train"].items() if key not in FREE_TO_CHANGE}
     train["rows_per_window"] = world_size * config.train.rows * config.train.accumulation
-    return {"drafter": plain["drafter"], "loss": plain["loss"], "train": train, "cache": cache_fingerprint}
+    content = {"cache": data.manifest.fingerprint, "order": data.order()}
+    return {"drafter": plain["drafter"], "loss": plain["loss"], "train": train, **content}
 
 
 def train(config: RunConfig) -> int:
     """Run or continue the training of ``config`` and export its result."""
-    from data_gen.cache.reader import CaptureReader
     from dflash2_train.checkpoint import check_resumable, newest_checkpoint
     from dflash2_train.export.run import check_exportable
+    from dflash2_train.training_data import open_training_data, ring_is_gone
 
     output = absolute(config.train.output_dir)
     first = os.environ.get("RANK", "0") == "0"
     with only_run_in(output) if first else nullcontext():
-        reader = CaptureReader(absolute(config.data.root) / "capture", verify_checksums=False)  # the run verifies
-        check_cache(reader, config)
         check_exportable(config)
         done = newest_checkpoint(output)
+        if done is not None and done.step >= config.train.steps and ring_is_gone(config):
+            logger.info("training is complete at step %d; its ring is gone, so settings are not compared", done.step)
+            return export_result(config) if first else 0
+        # The checksums of a cache are verified by the run.
+        data = open_training_data(config, rank=0, verify_checksums=False, give_up=lambda: False)
+        check_cache(data, config)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        wanted = fingerprint(config, reader.manifest.fingerprint, world_size)
-        reader.close()
+        wanted = fingerprint(config, data, world_size)
+        data.close()
         if done is None or done.step < config.train.steps:
             return run_rank(config, output, done)
         check_resumable(done, wanted)
+        if first:
+            data.finish()
         logger.info("training is complete at step %d (%s)", done.step, done.folder)
         return export_result(config) if first else 0  # every rank leaves, or the others would wait for the first
 
 
-def check_cache(reader: CaptureReader, config: RunConfig) -> None:
-    """Refuse a cache of another target, other taps or another teacher, listing what differs."""
+def check_cache(data: TrainingData, config: RunConfig) -> None:
+    """Refuse samples of another target, other taps or another teacher, listing what differs."""
     from data_gen.cache.format import CacheIntegrityError, list_differences
     from dflash2_train.target import open_target_config
 
@@ -114,12 +124,12 @@ def check_cache(reader: CaptureReader, config: RunConfig) -> None:
         "teacher_top_k": config.data.teacher_top_k,
         "enable_thinking": config.data.enable_thinking,
     }
-    stored = {key: reader.manifest.content[key] for key in wanted}
+    stored = {key: data.manifest.content[key] for key in wanted}
     lines = list_differences(stored, wanted)
     if lines:
         listed = "\n  ".join(lines)
         raise CacheIntegrityError(
-            f"{absolute(config.data.root)} was captured from {reader.manifest.content['target']} and for something "
+            f"{absolute(config.data.root)} was captured from {data.manifest.content['target']} and for something "
             f"else than this config of {config.target.name} (cache -> config):\n  {listed}\n"
             "Capture again with this config in another data.root, or set the config back."
         )
@@ -129,21 +139,29 @@ def run_rank(config: RunConfig, output: Path, found: Checkpoint | None) -> int:
     """What every rank does: build, resume from ``found``, loop, save; the first rank exports."""
     import torch
 
-    from data_gen.cache.reader import CaptureReader
     from dflash2_train.engine import start_ranks, stop_ranks
+    from dflash2_train.ring_rows import WaitStopped
+    from dflash2_train.training_data import open_training_data
 
-    stop = StopRequest()
+    stop, closing = StopRequest(), threading.Event()
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)
     torch.manual_seed(config.train.seed)
     rank, world_size = start_ranks()
-    reader = CaptureReader(absolute(config.data.root) / "capture", verify_checksums=rank == 0)
+    data = open_training_data(
+        config, rank=rank, verify_checksums=rank == 0, give_up=lambda: bool(stop.reason) or closing.is_set()
+    )
+    finished = False
     try:
-        run = TrainingRun(config, output, reader, found, rank=rank, world_size=world_size)
-        finished = run.loop(stop)
+        run = TrainingRun(config, output, data, found, rank=rank, world_size=world_size)
+        finished = run.loop(stop, closing)
+        if finished and rank == 0:
+            data.finish()
+    except WaitStopped as stopped:
+        logger.info("%s; the same command continues from the last checkpoint", stopped)
     finally:
         stop_ranks()
-        reader.close()
+        data.close()
     if not finished:
         return EXIT_STOPPED
     return export_result(config) if rank == 0 else 0
@@ -186,7 +204,7 @@ class TrainingRun:
         self,
         config: RunConfig,
         output: Path,
-        reader: CaptureReader,
+        data: TrainingData,
         found: Checkpoint | None,
         *,
         rank: int,
@@ -198,15 +216,21 @@ class TrainingRun:
         from dflash2_train.engine import TrainEngine
         from dflash2_train.layer_execution import apply_layer_options
         from dflash2_train.provenance import atomic_write_json, run_record
+        from dflash2_train.training_data import build_loader
 
-        self.config, self.output = config, output
+        self.config, self.output, self.data = config, output, data
         self.dtype = torch.bfloat16 if config.train.dtype == "bfloat16" else torch.float32
-        self.fingerprint = fingerprint(config, reader.manifest.fingerprint, world_size)
+        self.fingerprint = fingerprint(config, data, world_size)
         if found is not None:
             check_resumable(found, self.fingerprint)
-        attested = attest_cache(config, output, reader, rank) if found is None else None
-        self.loader = build_loader(config, reader, rank=rank, world_size=world_size)
-        self.objective = build_objective(config, reader)
+        self.loader = build_loader(config, data, rank=rank, world_size=world_size, pin=torch.cuda.is_available())
+        goal = config.train.steps * self.loader.rows_per_window
+        attested = None
+        if found is None:
+            if rank == 0:
+                data.begin(row=0, world_size=world_size, goal=goal)
+            attested = attest_cache(config, output, data.attestable(), rank)
+        self.objective = build_objective(config, None if found is not None else data.first_samples())
         self.engine = TrainEngine(self.objective, config.train)
         self.objective.frozen.to(self.engine.device, self.dtype)
         apply_layer_options(self.objective.drafter.layers, config.train, self.engine.device)
@@ -217,17 +241,34 @@ class TrainingRun:
             self.progress = Progress(**load_checkpoint(self.engine, self.objective.drafter, found))
             self.progress.attempt += 1
             logger.info("continuing from step %d (%s)", self.progress.step, found.folder)
+            if rank == 0:
+                data.begin(row=self.progress.rows_consumed, world_size=world_size, goal=goal)
+        self.engine.barrier()  # no rank reads before the first one has told where all begin
         if rank == 0:
             record = run_record(to_plain(config))
             record["attestation"] = None if attested is None else attested.to_dict()
-            record["cache"] = reader.manifest.content
+            record["cache"] = data.manifest.content
             record["deepspeed"] = self.engine.deepspeed_config
             name = "run.json" if found is None else f"run.attempt{self.progress.attempt}.json"
             atomic_write_json(output / name, record)
 
-    def loop(self, stop: StopRequest) -> bool:
+    def open_windows(self, closing: threading.Event) -> Prefetcher:
+        """The windows that are left, read ahead."""
+        from dflash2_train.prefetch import Prefetcher
+
+        self.last_look = (time.monotonic(), 0.0)
+        return Prefetcher(
+            self.loader,
+            start=self.progress.rows_consumed,
+            windows=self.config.train.steps - self.progress.step,
+            depth=self.config.train.prefetch_windows,
+            closing=closing,
+        )
+
+    def loop(self, stop: StopRequest, closing: threading.Event) -> bool:
         """Train to the last step; False when asked to stop before."""
         from dflash2_train.progress import ProgressReporter
+        from dflash2_train.ring_rows import WaitStopped
         from dflash2_train.tracker import MetricsLog, open_tracker
 
         cfg, progress, first = self.config.train, self.progress, self.engine.rank == 0
@@ -236,12 +277,21 @@ class TrainingRun:
         )
         log = MetricsLog(self.output / "metrics.jsonl", attempt=progress.attempt) if first else None
         started, before = time.monotonic(), progress.seconds
-        with ProgressReporter("train", cfg.steps, done=progress.step, enabled=first) as reporter:
+        with (
+            ProgressReporter("train", cfg.steps, done=progress.step, enabled=first) as reporter,
+            self.open_windows(closing) as windows,
+        ):
             while progress.step < cfg.steps:
-                sums = self.step()
+                try:
+                    batches = windows.next()
+                except WaitStopped:
+                    if self.engine.world_size == 1:  # other ranks may be anywhere, and saving needs all of them
+                        self.save()
+                    raise
+                sums = self.step(batches)
                 progress.seconds = before + time.monotonic() - started
                 if progress.step % cfg.log_every == 0 or progress.step == cfg.steps:
-                    values = self.values(sums)
+                    values = self.values(sums, windows)
                     if log is not None:
                         log.write(progress.step, values)
                         tracker.log(values, progress.step)
@@ -258,7 +308,7 @@ class TrainingRun:
         tracker.finish()
         return progress.step >= cfg.steps
 
-    def step(self) -> MetricSums:
+    def step(self, window: list[PackedBatch]) -> MetricSums:
         """One window: all its micro-batches, then the optimizer, unless loss or gradient is not finite."""
         import torch
 
@@ -269,7 +319,7 @@ class TrainingRun:
 
         engine, progress, shape = self.engine, self.progress, self.objective.drafter.shape
         moment = Moment(step=progress.step, steps=self.config.train.steps, seed=self.config.train.seed)
-        batches = [batch.to(engine.device, self.dtype) for batch in self.loader.window(progress.rows_consumed)]
+        batches = [batch.to(engine.device, self.dtype) for batch in window]
         block_size = window_block_size(self.config, progress.step)
         batches = [move_anchors(self.objective, batch, block_size=block_size, moment=moment) for batch in batches]
         blocks = [build_blocks(batch, block_size=block_size, mask_token_id=shape.mask_token_id) for batch in batches]
@@ -320,8 +370,15 @@ class TrainingRun:
                 "dflash2-gen-data stage=verify."
             )
 
-    def values(self, sums: MetricSums) -> dict[str, float]:
-        """What is logged of a step, reduced over ranks."""
+    def data_wait(self, windows: Prefetcher) -> float:
+        """Share of the time since the last logged step in which training stood still for want of data."""
+        now = (time.monotonic(), windows.wait_seconds)
+        seconds, waited = now[0] - self.last_look[0], now[1] - self.last_look[1]
+        self.last_look = now
+        return round(waited / max(seconds, 1e-9), 6)
+
+    def values(self, sums: MetricSums, windows: Prefetcher) -> dict[str, float]:
+        """What is logged of a step, reduced over ranks; ``data_wait`` is this rank's own."""
         reduced = sums.reduced(self.engine.all_reduce_sum)
         norm = self.engine.gradient_norm()
         return {
@@ -330,6 +387,7 @@ class TrainingRun:
             **({"grad_norm": norm} if math.isfinite(norm) else {}),  # JSON has no infinity
             "epoch": float(self.loader.epoch_of(self.progress.rows_consumed)),
             "dropped": float(self.progress.dropped),
+            "data_wait": self.data_wait(windows),
             "seconds": round(self.progress.seconds, 3),
         }
 
@@ -346,6 +404,8 @@ class TrainingRun:
             fingerprint=self.fingerprint,
             keep=self.config.train.keep_checkpoints,
         )
+        if self.engine.rank == 0:
+            self.data.saved(self.progress.rows_consumed)
 
 
 def window_block_size(config: RunConfig, step: int) -> int:
@@ -367,36 +427,18 @@ def facts(values: dict[str, float]) -> str:
     shown = [f"loss {values['loss']:.3f}"] if "loss" in values else ["step dropped"]
     if "selector_path" in values:
         shown.append(f"forecast length {1 + values['selector_path']:.2f}")
+    if values["data_wait"] >= SHOWN_WAIT:
+        shown.append(f"waits for data {values['data_wait']:.0%}")
     return "  ".join([*shown, f"lr {values['lr']:.1e}"])
 
 
-def build_loader(config: RunConfig, reader: CaptureReader, *, rank: int, world_size: int) -> WindowLoader:
-    """The loader over all cached samples that hold an anchor and a label."""
-    from dflash2_train.data import Document, WindowLoader
+def build_objective(config: RunConfig, samples: FirstSamples | None) -> Objective:
+    """Drafter (warm from another one, or fresh with what the target lends) and frozen tables, on the CPU.
 
-    documents = [
-        Document(index=index, num_tokens=row.num_tokens, num_supervised=row.num_supervised)
-        for index, row in enumerate(reader.index)
-        if row.num_supervised >= 2
-    ]
-    skipped = len(reader) - len(documents)
-    if skipped:
-        logger.info("%d of %d cached samples have no anchor followed by a label and are left out", skipped, len(reader))
-    return WindowLoader(
-        reader,
-        documents,
-        row_tokens=config.train.row_tokens,
-        rows=config.train.rows,
-        accumulation=config.train.accumulation,
-        anchors_per_document=config.train.anchors_per_document,
-        seed=config.train.seed,
-        rank=rank,
-        world_size=world_size,
-    )
-
-
-def build_objective(config: RunConfig, reader: CaptureReader) -> Objective:
-    """Drafter (warm from another one, or fresh with what the target lends) and frozen tables, on the CPU."""
+    Args:
+        config: the experiment.
+        samples: whose states shape a fresh drafter; None where a checkpoint replaces it anyway.
+    """
     from dflash2_train.model.drafter_config import DrafterShape
     from dflash2_train.objective import Objective
     from dflash2_train.target import FrozenHead
@@ -407,13 +449,13 @@ def build_objective(config: RunConfig, reader: CaptureReader) -> Objective:
     if config.train.warm_start is not None:
         drafter = warm_drafter(config.train.warm_start, shape, frozen.embedding)
     else:
-        drafter = fresh_drafter(config, shape, frozen, reader)
+        drafter = fresh_drafter(config, shape, frozen, samples)
     drafter.attention = config.train.attention
     return Objective(drafter, frozen, config.loss)
 
 
-def fresh_drafter(config: RunConfig, shape: DrafterShape, frozen: FrozenHead, reader: CaptureReader) -> Drafter:
-    """A new drafter: random, with what the config takes from the target and from the cached states."""
+def fresh_drafter(config: RunConfig, shape: DrafterShape, frozen: FrozenHead, samples: FirstSamples | None) -> Drafter:
+    """A new drafter: random, with what the config takes from the target and from captured states."""
     import torch
 
     from dflash2_train.model.drafter import Drafter
@@ -429,9 +471,9 @@ def fresh_drafter(config: RunConfig, shape: DrafterShape, frozen: FrozenHead, re
     initialise(drafter, tensors.__getitem__, layers, prefix=tensors.decoder_prefix())
     with torch.no_grad():
         drafter.norm.weight.mul_(config.train.init_norm_scale)
-        if config.train.init_recent_gain > 0:
-            samples = [reader.read(index).tap_hidden for index in range(min(INIT_SAMPLES, len(reader)))]
-            context = drafter.encode_context(torch.cat(samples).float())  # [tokens, H]
+        if config.train.init_recent_gain > 0 and samples is not None:
+            states = [samples.read(index).tap_hidden for index in range(len(samples))]
+            context = drafter.encode_context(torch.cat(states).float())  # [tokens, H]
             look_at_recent(drafter, context, config.train.init_recent_gain)
     return drafter
 

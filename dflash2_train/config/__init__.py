@@ -21,6 +21,7 @@ from dflash2_train.config.rules import DTYPES, ConfigError, UserError, absolute
 from dflash2_train.config.run import RunConfig, load_config, to_plain
 from dflash2_train.config.sampling import SamplingConfig
 from dflash2_train.config.store import StoreConfig
+from dflash2_train.config.stream import StreamConfig
 from dflash2_train.config.target import TargetConfig
 from dflash2_train.config.train import ATTENTION_PATHS, TrainConfig
 
@@ -45,6 +46,7 @@ __all__ = [
     "SamplingConfig",
     "ServersConfig",
     "StoreConfig",
+    "StreamConfig",
     "TargetConfig",
     "TrainConfig",
     "UserError",

@@ -12,9 +12,11 @@ from dflash2_train.config.prompts import PromptSourceConfig, check_sources
 from dflash2_train.config.rules import ConfigError, require
 from dflash2_train.config.sampling import SamplingConfig
 from dflash2_train.config.store import StoreConfig
+from dflash2_train.config.stream import StreamConfig
 
 BACKENDS = ("vllm", "hf", "server")
 CAPTURE_BACKENDS = ("vllm", "hf")
+MODES = ("cache", "stream")
 
 
 @dataclass(kw_only=True)
@@ -34,15 +36,17 @@ class DataConfig(GenerationConfig):
     enable_thinking: bool | None = None  # chat-template argument; None = the template has none
     backend: str = "vllm"  # vllm | hf | server: who answers; never changed silently
     capture_backend: str | None = None  # vllm | hf: who reads states; None = data.backend
+    mode: str = "cache"  # cache: all states on disk first; stream: captured while training, through a ring
+    stream: StreamConfig = field(default_factory=StreamConfig)
     max_prompt_tokens: int = MISSING  # longer prompts are dropped and counted
     teacher_top_k: int = 20
     conversations_per_shard: int = 128
     max_num_seqs: int = 96  # requests in flight inside the engine
     kv_cache_gib: float = 2.0  # vLLM on CPU: memory for its KV cache
     gpu_memory_utilization: float = 0.9  # vLLM on GPU
+    store: StoreConfig = field(default_factory=StoreConfig)
     max_failed_share: float = 0.01  # of conversations whose answer or states could not be had; more end the stage
     attest: AttestConfig = field(default_factory=AttestConfig)
-    store: StoreConfig = field(default_factory=StoreConfig)
 
     @property
     def capturer(self) -> str:
@@ -80,6 +84,7 @@ class DataConfig(GenerationConfig):
         require(
             self.max_prompt_tokens > 0, "data.max_prompt_tokens", self.max_prompt_tokens, "must be positive", "Use 512."
         )
+        require(self.mode in MODES, "data.mode", self.mode, f"must be one of {MODES}", "Pick one.")
         require(
             0.0 <= self.max_failed_share < 1.0,
             "data.max_failed_share",
@@ -91,6 +96,7 @@ class DataConfig(GenerationConfig):
         self.sampling.check()
         self.attest.check()
         self.store.check()
+        self.stream.check()
 
     def _check_prompts(self) -> None:
         limit, near, share = self.max_prompts, self.near_duplicates, self.max_rejected_share

@@ -18,7 +18,7 @@ from dflash2_train.config.rules import ConfigError, require
 from dflash2_train.config.target import TargetConfig
 from dflash2_train.config.train import TrainConfig
 
-STAGES = ("all", "plan", "regenerate", "capture", "verify", "inspect")
+STAGES = ("all", "plan", "regenerate", "capture", "stream", "verify", "inspect")
 
 
 @dataclass(kw_only=True)

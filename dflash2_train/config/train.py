@@ -57,6 +57,7 @@ class TrainConfig:
     max_seconds: float | None = None  # save and stop in good order after this wall time; resume continues
     wandb: str = "disabled"  # disabled | offline | online
     wandb_project: str = "dflash2"
+    prefetch_windows: int = 2  # windows read ahead in the background
     attention: str = "auto"  # flex on CUDA, chunked elsewhere; dense is the reference, for small shapes
     num_threads: int | None = None  # torch intra-op threads a rank; None = torch's own choice
 
@@ -93,6 +94,7 @@ class TrainConfig:
             "save_every",
             "keep_checkpoints",
             "log_every",
+            "prefetch_windows",
         ):
             value = getattr(self, key)
             require(value > 0, f"train.{key}", value, "must be positive", "Use the experiment's value.")

@@ -29,12 +29,14 @@ from torch import Tensor
 from data_gen.cache import fp8
 from data_gen.cache.format import BFLOAT16, CapturedSample
 from data_gen.cache.reader import CaptureReader
+from data_gen.cache.row_plan import Document, RowPlan, trainable
 from dflash2_train.app import register_schema
 from dflash2_train.blocks import build_blocks
 from dflash2_train.config import RunConfig, load_config
-from dflash2_train.data import Document, PackedBatch, WindowLoader
+from dflash2_train.data import CachedRows, PackedBatch, WindowLoader
 from dflash2_train.objective import Objective
 from dflash2_train.train import build_objective
+from dflash2_train.training_data import FirstSamples
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 LARGEST_CHANNELS = 10
@@ -44,14 +46,14 @@ class RoundTrip:
     """A cache whose states go through fp8."""
 
     def __init__(self, reader: CaptureReader) -> None:
-        self.reader, self.num_taps = reader, reader.manifest.num_taps
+        self.reader, self.manifest, self.index = reader, reader.manifest, reader.index
 
     def __len__(self) -> int:
         return len(self.reader)
 
     def read(self, sample_index: int) -> CapturedSample:
         sample = self.reader.read(sample_index)
-        states = fp8.decode(*fp8.encode(sample.tap_hidden, self.num_taps))
+        states = fp8.decode(*fp8.encode(sample.tap_hidden, self.manifest.num_taps))
         return dataclasses.replace(sample, tap_hidden=states)
 
 
@@ -62,18 +64,26 @@ def load(experiment: str, overrides: list[str]) -> RunConfig:
         return load_config(compose("config", [f"+experiment={experiment}", *overrides]))
 
 
-def loader(config: RunConfig, reader: CaptureReader, store: CaptureReader | RoundTrip) -> WindowLoader:
+def row_plan(config: RunConfig, reader: CaptureReader) -> RowPlan:
+    """The trainer's own order."""
+    documents = trainable(
+        Document(sample_id=row.sample_id, num_tokens=row.num_tokens, num_supervised=row.num_supervised)
+        for row in reader.index
+    )
+    return RowPlan(
+        documents,
+        row_tokens=config.train.row_tokens,
+        seed=config.train.seed,
+        segment_rows=config.data.stream.segment_rows,
+    )
+
+
+def loader(config: RunConfig, store: CaptureReader | RoundTrip, plan: RowPlan) -> WindowLoader:
     """The trainer's own loader over ``store``."""
-    documents = [
-        Document(index=index, num_tokens=row.num_tokens, num_supervised=row.num_supervised)
-        for index, row in enumerate(reader.index)
-        if row.num_supervised >= 2
-    ]
     train = config.train
     return WindowLoader(
-        store,
-        documents,
-        row_tokens=train.row_tokens,
+        CachedRows(store),
+        plan,
         rows=train.rows,
         accumulation=1,
         anchors_per_document=train.anchors_per_document,
@@ -94,9 +104,11 @@ def loss_and_gradient(objective: Objective, batch: PackedBatch) -> tuple[float, 
 
 def compare_windows(config: RunConfig, reader: CaptureReader, windows: int) -> Table:
     """Loss and gradient of each window under both dtypes."""
-    objective = build_objective(config, reader).float()
+    plan = row_plan(config, reader)
+    first = FirstSamples(reader.manifest, plan.segment_documents(0), CachedRows(reader).sample)
+    objective = build_objective(config, first).float()
     objective.frozen.to(torch.device("cpu"), torch.float32)
-    loaders = [loader(config, reader, store) for store in (reader, RoundTrip(reader))]
+    loaders = [loader(config, store, plan) for store in (reader, RoundTrip(reader))]
     table = Table("window", "loss bf16", "loss fp8", "change", "gradient change", "cosine", "cosine to the last window")
     previous: Tensor | None = None
     changes, cosines = [], []

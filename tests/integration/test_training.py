@@ -21,7 +21,7 @@ from tests.integration.launch import finish, start_ranks_of
 from tests.tiny_target import save_tiny_llama, write_cache
 
 STEPS = 6
-PER_RUN = ("seconds", "attempt")
+PER_RUN = ("seconds", "attempt", "data_wait")
 
 
 @pytest.fixture(scope="module")

@@ -143,6 +143,7 @@ class Objective(nn.Module):
             self.frozen.head,
             shape.selector_top_k,
             chunk_bytes=loss.chunk_mib * 2**20,
+            logit_share=loss.logit_share,
             shaping=Shaping(multiplier=shape.output_multiplier, cap=shape.final_logit_softcapping),
             workspace=self.workspace,
         )
@@ -182,6 +183,7 @@ class Objective(nn.Module):
             kl_kind=loss.kl_kind,
             top_k=shape.selector_top_k,
             chunk_bytes=loss.chunk_mib * 2**20,
+            logit_share=loss.logit_share,
             output_multiplier=shape.output_multiplier,
             final_logit_softcapping=shape.final_logit_softcapping,
             implementation=loss.implementation,

@@ -36,7 +36,8 @@ class LossConfig:
     served_anchor_share: float = 0.0  # share of the anchors moved to where a server would start a block
     served_anchor_hops: int = 2  # rounds of drafting that such an anchor is moved by; each is a forward pass
     implementation: str = "auto"  # of the unary loss: auto (triton on CUDA, torch elsewhere) | torch | triton
-    chunk_mib: int = 256  # memory of the chunked loss, MiB; less where a tenth of fp32 logits is less
+    chunk_mib: int = 256  # memory of the chunked loss, MiB
+    logit_share: float = 0.1  # of the bytes of fp32 logits [slots, V]; the loss takes less than chunk_mib above it
 
     def check(self) -> None:
         for key, allowed in (
@@ -86,3 +87,4 @@ class LossConfig:
         for key, usual_count in (("served_anchor_hops", 2), ("chunk_mib", 256)):
             value = getattr(self, key)
             require(value > 0, f"loss.{key}", value, "must be positive", f"Use {usual_count}.")
+        require(0 < self.logit_share <= 1, "loss.logit_share", self.logit_share, "must lie in (0, 1]", "Use 0.1.")

@@ -51,6 +51,7 @@ def unary_candidates(
     top_k: int,
     *,
     chunk_bytes: int,
+    logit_share: float = 0.1,
     shaping: Shaping,
     workspace: Workspace | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -61,12 +62,14 @@ def unary_candidates(
         head_weight: [V, H], same dtype.
         top_k: C.
         chunk_bytes: memory, as in :func:`unary_loss`.
+        logit_share: likewise.
         shaping: what the model does to raw logits.
         workspace: as in :func:`unary_loss`.
     """
     check_head(hidden, head_weight)
     vocab = head_weight.shape[0]
-    chunk = max(1, sweep_budget(hidden, head_weight, chunk_bytes) // (vocab * head_weight.element_size()))
+    budget = sweep_budget(hidden, head_weight, chunk_bytes, logit_share)
+    chunk = max(1, budget // (vocab * head_weight.element_size()))
     values = torch.empty((len(hidden), top_k), dtype=hidden.dtype, device=hidden.device)
     ids = torch.empty((len(hidden), top_k), dtype=torch.int64, device=hidden.device)
     raw = (workspace or Workspace()).take("raw", (min(chunk, len(hidden)), vocab), head_weight)

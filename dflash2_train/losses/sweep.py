@@ -6,7 +6,8 @@ that fuses them with the softmax has to make the first one twice); passes differ
 ``pass_triton``.
 
 Memory: the raw product in the parameters' dtype, [M, V], twice for ``full_vocabulary``, and what the pass needs. M is
-chosen so that it stays within ``chunk_bytes``, and that all the loss holds stays within a tenth of fp32 logits [N, V].
+chosen so that it stays within ``chunk_bytes``, and that all the loss holds stays within a share of fp32 logits [N, V],
+a tenth by default. Every chunk reads the head again: few rows with a small share are slow on a CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from dflash2_train.losses.shaping import Shaping
 
-LOGIT_SHARE = 1 / 10  # of the bytes of fp32 logits [N, V]; smaller chunks would read the head more often
 SCRATCH_BYTES = {2: 6 << 20, 4: 1 << 20, 8: 1 << 20}  # by bytes of a parameter: what products take beside their result
 LOGIT_BYTES = 4
 FREE_BYTES = 1 << 20  # what the sweep may always take
@@ -107,12 +107,14 @@ class LogitPass(Protocol):
         """
 
 
-def sweep_budget(hidden: Tensor, head_weight: Tensor, chunk_bytes: int) -> int:
-    """Bytes that a sweep over the states [N, H] may hold: the caller's limit, or what else is left of a tenth of fp32
-    logits beside the gradient, its weighted copy and the scratch of the products.
+def sweep_budget(hidden: Tensor, head_weight: Tensor, chunk_bytes: int, logit_share: float) -> int:
+    """Bytes that a sweep over the states [N, H] may hold.
+
+    The caller's limit, or what else is left of ``logit_share`` of the fp32 logits [N, V] beside the gradient, its
+    weighted copy and the scratch of the products.
     """
     itemsize = hidden.element_size()
-    share = int(LOGIT_SHARE * LOGIT_BYTES * len(hidden) * len(head_weight))
+    share = int(logit_share * LOGIT_BYTES * len(hidden) * len(head_weight))
     return min(chunk_bytes, max(FREE_BYTES, share - 2 * hidden.numel() * itemsize - SCRATCH_BYTES[itemsize]))
 
 

@@ -42,6 +42,7 @@ def unary_loss(
     kl_kind: str,
     top_k: int,
     chunk_bytes: int,
+    logit_share: float = 0.1,
     output_multiplier: float = 1.0,
     final_logit_softcapping: float | None = None,
     implementation: str = "auto",
@@ -61,8 +62,9 @@ def unary_loss(
         kl_weight: factor of the KL (beta).
         kl_kind: see the formulas of ``losses``.
         top_k: C, candidates a row.
-        chunk_bytes: memory of the sweep, bytes. It takes less where the whole loss would else hold more than a tenth
-            of fp32 logits [N, V], and never less than one row.
+        chunk_bytes: memory of the sweep, bytes; at least one row is swept at a time.
+        logit_share: the sweep takes less where the whole loss would else hold more than this share of fp32 logits
+            [N, V].
         output_multiplier: factor of the raw logits, positive.
         final_logit_softcapping: c of ``c * tanh(z / c)``, or None.
         implementation: ``torch``, ``triton``, or ``auto``: triton on CUDA, torch elsewhere.
@@ -92,7 +94,7 @@ def unary_loss(
     if len(hidden) == 0:
         results, gradient = _no_rows(rows, top_k), torch.zeros_like(hidden) if with_gradient else None
     else:
-        budget = sweep_budget(hidden, head, chunk_bytes)
+        budget = sweep_budget(hidden, head, chunk_bytes, logit_share)
         logit_pass = _make_pass(
             chosen, settings, head, full=teacher_hidden is not None, budget=budget, workspace=workspace
         )

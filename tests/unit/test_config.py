@@ -81,6 +81,7 @@ def test_a_complete_configuration_becomes_typed_objects_with_interpolations_reso
         ("loss__selector_denominator", "none", "must be one of"),
         ("loss__implementation", "cuda", "must be one of"),
         ("loss__dpace_alpha", 1.5, "[0, 1]"),
+        ("loss__logit_share", 0.0, "(0, 1]"),
         ("loss__sampled_predecessor", -0.1, "[0, 1]"),
         ("loss__served_anchor_share", 2.0, "[0, 1]"),
         ("loss__served_anchor_hops", 0, "positive"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -183,12 +185,13 @@ def test_files_of_an_earlier_layout_are_refused_with_the_ways_on(tmp_path: Path,
 
 def test_two_ranks_may_continue_one_when_the_windows_stay_the_same(tiny_config: RunConfig) -> None:
     tiny_config.train.rows = 2
-    one = fingerprint(tiny_config, "cache", 1)
+    data: Any = SimpleNamespace(manifest=SimpleNamespace(fingerprint="cache"), order=dict)
+    one = fingerprint(tiny_config, data, 1)
     tiny_config.train.rows = 1
-    assert fingerprint(tiny_config, "cache", 2) == one
-    assert fingerprint(tiny_config, "cache", 1) != one
+    assert fingerprint(tiny_config, data, 2) == one
+    assert fingerprint(tiny_config, data, 1) != one
     tiny_config.train.accumulation = 2
-    assert fingerprint(tiny_config, "cache", 1) == one
+    assert fingerprint(tiny_config, data, 1) == one
 
 
 def test_averaged_weights_are_exported_when_there_are_any_and_refused_by_key_otherwise(

@@ -20,12 +20,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dflash2_train.config import RunConfig
+from dflash2_train.config import RunConfig, absolute
 
 COUNTED, MEASURED, PROBED, ESTIMATED, ASSUMED = "counted", "measured", "probe", "estimated", "assumed"
 WEIGHT_BYTES = 2  # bf16
 TRAIN_BYTES = 2 + 2 + 12  # bf16 weight and gradient, fp32 master and two moments; ZeRO-1 divides the last by the ranks
 MEMORY_SHARE = 0.9  # of a device that weights may take before it counts as not fitting
+MIB = 2**20
 UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -247,18 +248,12 @@ def free_bytes(folder: Path) -> int:
 
 
 def find_fits(config: RunConfig, cache_bytes: float) -> list[Fit]:
-    """Cache on disk, target and drafter in device memory, the longest document in a row."""
+    """Cache or ring on disk, target and drafter in device memory, the longest document in a row."""
     hardware, target, train = config.plan.hardware, config.target, config.train
     room = None if hardware.memory_gb is None else hardware.memory_gb * 1e9 * MEMORY_SHARE
     drafter = drafter_parameters(config)
     fits = [
-        Fit(
-            what="cache on this machine's disk",
-            needed=cache_bytes,
-            available=float(free_bytes(Path(config.data.root).expanduser().resolve())),
-            unit="B",
-            advice="choose a larger data.root, or fewer prompts or shorter answers",
-        ),
+        _storage_fit(config, cache_bytes),
         Fit(
             what="longest prompt and answer in a row",
             needed=config.data.max_prompt_tokens + config.data.sampling.max_tokens,
@@ -285,6 +280,27 @@ def find_fits(config: RunConfig, cache_bytes: float) -> list[Fit]:
             )
         )
     return fits
+
+
+def _storage_fit(config: RunConfig, cache_bytes: float) -> Fit:
+    """The whole cache, or in stream mode the ring, on the disk that would hold it."""
+    root = absolute(config.data.root)
+    if config.data.mode == "stream":
+        return Fit(
+            what="ring on this machine's disk",
+            needed=float(config.data.stream.budget_mib * MIB),
+            available=float(free_bytes(config.data.stream.folder(root))),
+            unit="B",
+            advice="lower data.stream.budget_mib or choose another data.stream.root",
+        )
+    return Fit(
+        what="cache on this machine's disk",
+        needed=cache_bytes,
+        available=float(free_bytes(root)),
+        unit="B",
+        advice="keep a part of it at a time with data.mode=stream, halve it with data.store.dtype=float8_e4m3, choose "
+        "a larger data.root, or fewer prompts or shorter answers",
+    )
 
 
 def list_assumptions(config: RunConfig, document_tokens: float, answers: int) -> list[str]:

@@ -161,6 +161,13 @@ def test_what_does_not_fit_is_said_with_advice(tiny_config: RunConfig) -> None:
     }
 
 
+def test_a_stream_needs_room_for_its_ring_and_not_for_the_cache(tiny_config: RunConfig) -> None:
+    tiny_config.data.mode, tiny_config.data.stream.budget_mib = "stream", 3
+    plan = make_plan(tiny_config, amounts(prompts=10**15), token_bytes=TOKEN_BYTES)
+    assert plan.fits[0].needed == 3 * 2**20
+    assert {fit.verdict for fit in plan.fits if "disk" in fit.what} == {"fits"}
+
+
 @pytest.mark.parametrize(("value", "text"), [(999.0, "999 B"), (33_200_000_000_000.0, "33.2 TB"), (1500.0, "1.5 kB")])
 def test_sizes_are_written_with_decimal_prefixes(value: float, text: str) -> None:
     assert short(value, "B") == text

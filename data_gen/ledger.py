@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -110,29 +110,16 @@ class Ledger:
 
     def fail(self, row_id: str, reason: str) -> None:
         """One more run tried this row in vain."""
-        known = self._entries.get(row_id, LedgerEntry(row_id=row_id, status=FAILED))
-        self._append(
-            LedgerEntry(
-                row_id=row_id,
-                status=FAILED,
-                reason=reason[:MAX_REASON],
-                attempts=known.attempts + 1,
-                opening=known.opening,
-            )
-        )
+        known = self._known(row_id)
+        self._append(replace(known, status=FAILED, reason=reason[:MAX_REASON], attempts=known.attempts + 1))
 
     def skip(self, row_id: str, reason: str) -> None:
         """This turn cannot be asked."""
-        known = self._entries.get(row_id, LedgerEntry(row_id=row_id, status=SKIPPED))
-        self._append(
-            LedgerEntry(
-                row_id=row_id,
-                status=SKIPPED,
-                reason=reason[:MAX_REASON],
-                attempts=known.attempts,
-                opening=known.opening,
-            )
-        )
+        self._append(replace(self._known(row_id), status=SKIPPED, reason=reason[:MAX_REASON]))
+
+    def _known(self, row_id: str) -> LedgerEntry:
+        """The row's entry, or a fresh one that nothing has happened to."""
+        return self._entries.get(row_id) or LedgerEntry(row_id=row_id, status=FAILED)
 
     def reopen_dead(self) -> int:
         """Give every dead letter a new count of attempts; returns how many."""

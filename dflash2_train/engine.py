@@ -154,6 +154,12 @@ class TrainEngine:
         """Rate of the first group that the next step will use."""
         return self._base_rates[0] * self._factor(self.applied_steps)
 
+    def group_rates(self) -> dict[str, float]:
+        """Rate of every parameter group that the next step will use, by the group's name."""
+        factor = self._factor(self.applied_steps)
+        pairs = zip(self._optimizer.param_groups, self._base_rates, strict=True)
+        return {group["name"]: base * factor for group, base in pairs}
+
     def all_reduce_sum(self, value: Tensor) -> Tensor:
         """Sum of ``value`` over all ranks; one rank returns it as it is."""
         if self.world_size > 1:

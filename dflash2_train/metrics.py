@@ -40,9 +40,32 @@ class MetricSums:
             denominator: count or sum of weights over the same mask, a scalar.
             rate: the quotient is a share; must be the same at every call for a name.
         """
+        pair = torch.stack([_scalar(name, numerator, denominator), _scalar(name, denominator, numerator)])
+        self._add_pair(name, pair, rate=rate)
+
+    def add_each(
+        self, names: Sequence[str], numerators: Tensor, denominators: Tensor, *, rate: bool = False
+    ) -> None:
+        """:meth:`add` for several metrics at once.
+
+        Args:
+            names: of the metrics, n.
+            numerators: [n] sums.
+            denominators: [n] over the same masks.
+            rate: as in :meth:`add`, for all of them.
+        """
+        if not (len(names),) == numerators.shape == denominators.shape:
+            raise ValueError(
+                f"{len(names)} names, numerators {tuple(numerators.shape)}, denominators {tuple(denominators.shape)}: "
+                "one of each a metric is needed."
+            )
+        pairs = torch.stack([numerators.detach().double(), denominators.detach().double()], dim=1)  # [n, 2]
+        for name, pair in zip(names, pairs.unbind(), strict=True):
+            self._add_pair(name, pair, rate=rate)
+
+    def _add_pair(self, name: str, pair: Tensor, *, rate: bool) -> None:
         if name in self.pairs and rate != (name in self.rate_names):
             raise ValueError(f"metric {name!r}: declared as a rate in one place and not in another. Declare it alike.")
-        pair = torch.stack([_scalar(name, numerator, denominator), _scalar(name, denominator, numerator)])
         self.pairs[name] = self.pairs[name] + pair if name in self.pairs else pair
         if rate:
             self.rate_names = self.rate_names | {name}
@@ -125,6 +148,25 @@ class MetricSums:
         for name, (numerator, denominator) in pairs.items():
             sums.add(name, numerator, denominator, rate=name in rates)
         return sums
+
+
+def slot_names(metric: str, num_slots: int) -> list[str]:
+    """Names of a metric at the slots 1..K."""
+    return [f"{metric}/slot{slot}" for slot in range(1, num_slots + 1)]
+
+
+def slot_sums(rows: Tensor, supervised: Tensor) -> Tensor:
+    """Sums of per-row figures at each slot, fp64 [n, K].
+
+    Args:
+        rows: [n, N], n figures of the N supervised slots in their flat order.
+        supervised: [..., K] bool, N of them set.
+    """
+    slot = supervised.nonzero()[:, -1]  # [N], counted from 0
+    if slot.shape != rows.shape[1:]:
+        raise ValueError(f"rows {tuple(rows.shape)} must be [n, N] with N={len(slot)} supervised slots.")
+    sums = torch.zeros(len(rows), supervised.shape[-1], dtype=torch.float64, device=rows.device)
+    return sums.index_add_(1, slot, rows.double())
 
 
 class PrefixAcceptance(NamedTuple):

@@ -15,6 +15,7 @@ Letters: B rows, S context tokens, A blocks a row, W block size, K = W - 1, N su
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from dflash2_train.config import LossConfig
 from dflash2_train.data import PackedBatch
 from dflash2_train.losses import (
     Moment,
+    SelectorLoss,
     UnaryLoss,
     Workspace,
     candidate_logits,
@@ -40,7 +42,7 @@ from dflash2_train.losses import (
 )
 from dflash2_train.losses.shaping import Shaping
 from dflash2_train.masks import context_masks
-from dflash2_train.metrics import MetricSums, prefix_acceptance
+from dflash2_train.metrics import MetricSums, prefix_acceptance, slot_names, slot_sums
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.paths import block_paths, walk_paths
 from dflash2_train.predecessors import partly_sampled
@@ -48,6 +50,7 @@ from dflash2_train.target import FrozenHead
 
 WALKED_BLOCKS = 256  # blocks a micro-batch on which the served path is walked for the record; bounds its time
 MOMENT = Moment()  # the start of a run of one step
+SQUARES = "gradient_square/"  # prefix of the squared norms of the parts' gradients
 MIN_SELECTOR_SHARE = 0.05  # of the window that may set the selector's scale; early ones hold hardly a hit
 
 
@@ -64,14 +67,6 @@ class _Slots(NamedTuple):
     hidden: Tensor  # [N, H]
     target_ids: Tensor  # [N]
     predecessor_ids: Tensor  # [N] as in the text
-
-
-class _Selected(NamedTuple):
-    """What the selector was trained on."""
-
-    loss_sum: Tensor  # [] sum of w SEL over the rows that count
-    weights: Tensor  # [N] w
-    counted: Tensor  # [N] bool
 
 
 class Objective(nn.Module):
@@ -112,6 +107,7 @@ class Objective(nn.Module):
         selector_ramp: float,
         moment: Moment = MOMENT,
         selector_share: float = 1.0,
+        measure_gradients: bool = False,
     ) -> StepOutput:
         """Loss and sums of one micro-batch.
 
@@ -123,16 +119,23 @@ class Objective(nn.Module):
             selector_ramp: factor 0..1 on the selector's weight.
             moment: where the run stands, for options that change over it and for draws.
             selector_share: c of the formula, of which small ones are raised to ``MIN_SELECTOR_SHARE``.
+            measure_gradients: add the squared norms of each part's gradient to the sums; the loss and its gradient
+                stay as they are to the last bit.
         """
         slots = self._slots(batch, blocks)
-        unary = self._unary(slots, blocks)
+        selector_weight = selector_ramp * (self.loss.selector_weight / max(selector_share, MIN_SELECTOR_SHARE))
+        measured = MetricSums()
+        if measure_gradients:
+            parts = self._part_gradients(batch, blocks, slots, moment, selector_weight)
+            for name, gradient in parts.items():
+                square = gradient.double().square().sum() / denominator.double() ** 2
+                measured.add(f"{SQUARES}{name}", square, 1.0 / scale)  # over a window the denominators sum to 1
+        unary = self._unary(slots, blocks, self.loss)
         weights = self._weights(blocks, unary, moment)
         selected = self._selector(batch, blocks, slots, unary, weights, moment)
-        unary_sum = (weights * unary.loss).sum()
-        selector_weight = self.loss.selector_weight / max(selector_share, MIN_SELECTOR_SHARE)
-        total = unary_sum + selector_ramp * selector_weight * selected.loss_sum
-        sums = self._sums(blocks, slots, unary, selected, self.window_weight(blocks, moment))
-        return StepOutput(loss=total * (scale / denominator), sums=sums)
+        total = (weights * unary.loss).sum() + selector_weight * selected.loss_sum
+        sums = self._sums(blocks, slots, unary, selected, weights, self.window_weight(blocks, moment))
+        return StepOutput(loss=total * (scale / denominator), sums=sums + measured)
 
     @torch.no_grad()
     def drafted_path(self, batch: PackedBatch, blocks: BlockBatch) -> Tensor:
@@ -170,8 +173,8 @@ class Objective(nn.Module):
             predecessor_ids=blocks.predecessor_ids[supervised],
         )
 
-    def _unary(self, slots: _Slots, blocks: BlockBatch) -> UnaryLoss:
-        shape, loss = self.drafter.shape, self.loss
+    def _unary(self, slots: _Slots, blocks: BlockBatch, loss: LossConfig) -> UnaryLoss:
+        shape = self.drafter.shape
         return unary_loss(
             slots.hidden,
             self.frozen.head,
@@ -208,7 +211,7 @@ class Objective(nn.Module):
         unary: UnaryLoss,
         weights: Tensor,
         moment: Moment,
-    ) -> _Selected:
+    ) -> SelectorLoss:
         """The selector's loss on the candidates that it is offered now, after the predecessors that it sees now."""
         shape, injected = self.drafter.shape, injects_at(self.loss, moment)
         offered = inject_gold(unary.candidate_ids, slots.target_ids) if injected else unary.candidate_ids
@@ -234,15 +237,40 @@ class Objective(nn.Module):
                 sample_ids=batch.sample_ids,
             )
         scores = self.drafter.candidate_selector.scores(slots.hidden, logits, offered, predecessors)
-        loss_sum, counted = selector_loss(scores, offered, slots.target_ids, weights, injected=injected)
-        return _Selected(loss_sum, weights, counted)
+        return selector_loss(scores, offered, slots.target_ids, weights, injected=injected)
+
+    def _part_gradients(
+        self, batch: PackedBatch, blocks: BlockBatch, slots: _Slots, moment: Moment, selector_weight: float
+    ) -> dict[str, Tensor]:
+        """Gradient [N, H] of each weighted part's sum over the slots, by their states; nothing else gets one.
+
+        A sweep of its own for CE and for KL; the selector's part goes on from the first. Must come before the sweep
+        that is trained on, for they share the workspace.
+        """
+        states = slots.hidden.detach().requires_grad_()
+        own = slots._replace(hidden=states)
+        with torch.enable_grad():
+            unary = self._unary(own, blocks, replace(self.loss, kl_weight=0.0))
+            weights = self._weights(blocks, unary, moment)
+            (ce,) = torch.autograd.grad((weights * unary.loss).sum(), states)
+            selected = self._selector(batch, blocks, own, unary, weights, moment)
+            (selector,) = torch.autograd.grad(selector_weight * selected.loss_sum, states)
+            divergence = self._unary(own, blocks, replace(self.loss, ce_weight=0.0))
+            (kl,) = torch.autograd.grad((weights * divergence.loss).sum(), states)
+        return {"ce": ce, "kl": kl, "selector": selector}
 
     @torch.no_grad()
     def _sums(
-        self, blocks: BlockBatch, slots: _Slots, unary: UnaryLoss, selected: _Selected, normaliser: Tensor
+        self,
+        blocks: BlockBatch,
+        slots: _Slots,
+        unary: UnaryLoss,
+        selected: SelectorLoss,
+        weights: Tensor,
+        normaliser: Tensor,
     ) -> MetricSums:
         """Additive pairs; candidates as served throughout, so that an injected gold flatters nothing."""
-        weights, count = selected.weights, float(len(slots.target_ids))
+        count = float(len(slots.target_ids))
         weight, unary_sum = weights.sum(), (weights * unary.loss).sum()
         inside = (unary.candidate_ids == slots.target_ids[:, None]).any(-1)  # [N]
         sums = MetricSums()
@@ -254,8 +282,21 @@ class Objective(nn.Module):
         sums.add("recall", inside.sum(), count, rate=True)
         sums.add("top1", unary.top1_correct.sum(), count, rate=True)
         sums.add("overlap", unary.sum_min_pq.sum(), count)  # lower bound of sum min(p, q), the acceptance at T = 1
+        self._add_slots(sums, blocks, unary, selected, inside)
         self._add_paths(sums, blocks, slots, unary)
         return sums
+
+    def _add_slots(
+        self, sums: MetricSums, blocks: BlockBatch, unary: UnaryLoss, selected: SelectorLoss, inside: Tensor
+    ) -> None:
+        """Plain means at each slot; the selector's over the rows that it is trained on."""
+        counted, every = selected.counted, torch.ones_like(unary.ce)
+        rows = (unary.ce, unary.kl, selected.cross_entropy * counted, inside, unary.top1_correct, counted, every)
+        ce, kl, selector, recall, top1, trained, labels = slot_sums(torch.stack(rows), blocks.supervised)  # [K] each
+        for name, part, total in (("ce", ce, labels), ("kl", kl, labels), ("selector", selector, trained)):
+            sums.add_each(slot_names(name, len(part)), part, total)
+        for name, part in (("recall", recall), ("top1", top1)):
+            sums.add_each(slot_names(name, len(part)), part, labels, rate=True)
 
     def _add_paths(self, sums: MetricSums, blocks: BlockBatch, slots: _Slots, unary: UnaryLoss) -> None:
         """Mean accepted drafts a block, of the unary choice and of the walked path, over the first blocks."""
@@ -265,6 +306,8 @@ class Objective(nn.Module):
         if len(chosen) == 0 or not whole:  # the names must be there on every rank, or the sums of ranks do not line up
             sums.add("selector_path", 0.0, 0.0)
             sums.add("unary_path", 0.0, 0.0)
+            nothing = unary.ce.new_zeros(supervised.shape[-1])
+            sums.add_each(slot_names("accepted", len(nothing)), nothing, nothing, rate=True)
             return
         mask = supervised[chosen]  # [n, K]
         count = int(mask.sum())  # flat slots are ordered by block: those of the first n supervised blocks come first
@@ -283,3 +326,7 @@ class Objective(nn.Module):
         for name, proposed in (("selector_path", path), ("unary_path", best)):
             accepted = prefix_acceptance(proposed, targets, mask)
             sums.add(name, accepted.accepted_sum, accepted.num_blocks)
+            if name == "selector_path":
+                through = accepted.accepted_per_position  # [K]
+                every = accepted.num_blocks.expand_as(through)
+                sums.add_each(slot_names("accepted", len(through)), through, every, rate=True)

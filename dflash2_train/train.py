@@ -49,6 +49,9 @@ FREE_TO_CHANGE = (
     "max_seconds",
     "wandb",
     "wandb_project",
+    "tensorboard",
+    "gradient_share_every",
+    "peak_tflops",
     "num_threads",
     "prefetch_windows",
     "zero_stage",
@@ -216,6 +219,7 @@ class TrainingRun:
         from dflash2_train.engine import TrainEngine
         from dflash2_train.layer_execution import apply_layer_options
         from dflash2_train.provenance import atomic_write_json, run_record
+        from dflash2_train.telemetry.recorder import StepRecorder
         from dflash2_train.training_data import build_loader
 
         self.config, self.output, self.data = config, output, data
@@ -234,6 +238,7 @@ class TrainingRun:
         self.engine = TrainEngine(self.objective, config.train)
         self.objective.frozen.to(self.engine.device, self.dtype)
         apply_layer_options(self.objective.drafter.layers, config.train, self.engine.device)
+        self.recorder = StepRecorder(config, self.objective, device=self.engine.device, world_size=world_size)
         averaged = config.train.ema_decay is not None
         check_space(self.engine, self.objective.drafter, output, averaged=averaged)
         self.progress = Progress(run_id=f"{config.name}-{os.urandom(4).hex()}")
@@ -256,7 +261,7 @@ class TrainingRun:
         """The windows that are left, read ahead."""
         from dflash2_train.prefetch import Prefetcher
 
-        self.last_look = (time.monotonic(), 0.0)
+        self.recorder.start()
         return Prefetcher(
             self.loader,
             start=self.progress.rows_consumed,
@@ -273,7 +278,13 @@ class TrainingRun:
 
         cfg, progress, first = self.config.train, self.progress, self.engine.rank == 0
         tracker = open_tracker(
-            cfg, name=self.config.name, run_id=progress.run_id, record=self.fingerprint, first_rank=first
+            cfg,
+            name=self.config.name,
+            run_id=progress.run_id,
+            record=self.fingerprint,
+            folder=self.output,
+            step=progress.step,
+            first_rank=first,
         )
         log = MetricsLog(self.output / "metrics.jsonl", attempt=progress.attempt) if first else None
         started, before = time.monotonic(), progress.seconds
@@ -303,9 +314,11 @@ class TrainingRun:
                 if stopping and progress.step < cfg.steps:
                     logger.info("stopped at step %d; the same command continues", progress.step)
                     break
+        tracker.finish()
         if log is not None:
             log.close()
-        tracker.finish()
+            if progress.step >= cfg.steps:
+                plot_run(self.output, title=self.config.name)
         return progress.step >= cfg.steps
 
     def step(self, window: list[PackedBatch]) -> MetricSums:
@@ -316,6 +329,7 @@ class TrainingRun:
         from dflash2_train.losses import Moment
         from dflash2_train.metrics import MetricSums
         from dflash2_train.served_anchors import move_anchors
+        from dflash2_train.telemetry.gradients import is_due
 
         engine, progress, shape = self.engine, self.progress, self.objective.drafter.shape
         moment = Moment(step=progress.step, steps=self.config.train.steps, seed=self.config.train.seed)
@@ -325,6 +339,8 @@ class TrainingRun:
         blocks = [build_blocks(batch, block_size=block_size, mask_token_id=shape.mask_token_id) for batch in batches]
         denominator = torch.stack([self.objective.window_weight(block, moment) for block in blocks]).sum()
         denominator = engine.all_reduce_sum(denominator)
+        self.recorder.count(batches, blocks)
+        every, log_every = self.config.train.gradient_share_every, self.config.train.log_every
         ramp_steps = self.config.loss.selector_ramp * self.config.train.steps
         ramp = min(1.0, (progress.step + 1) / ramp_steps) if ramp_steps > 0 else 1.0
         sums = MetricSums()
@@ -338,6 +354,7 @@ class TrainingRun:
                 selector_ramp=ramp,
                 moment=moment,
                 selector_share=progress.selector_share,
+                measure_gradients=is_due(progress.step + 1, every=every, log_every=log_every),
             )
             engine.backward(output.loss)
             applied = engine.step()
@@ -370,24 +387,20 @@ class TrainingRun:
                 "dflash2-gen-data stage=verify."
             )
 
-    def data_wait(self, windows: Prefetcher) -> float:
-        """Share of the time since the last logged step in which training stood still for want of data."""
-        now = (time.monotonic(), windows.wait_seconds)
-        seconds, waited = now[0] - self.last_look[0], now[1] - self.last_look[1]
-        self.last_look = now
-        return round(waited / max(seconds, 1e-9), 6)
-
     def values(self, sums: MetricSums, windows: Prefetcher) -> dict[str, float]:
-        """What is logged of a step, reduced over ranks; ``data_wait`` is this rank's own."""
+        """What is logged of a step, over all ranks; the names stand in ``telemetry.catalogue``."""
+        from dflash2_train.telemetry.gradients import with_gradient_shares
+
         reduced = sums.reduced(self.engine.all_reduce_sum)
         norm = self.engine.gradient_norm()
         return {
-            **reduced.rates(),
+            **with_gradient_shares(reduced.rates()),
             "lr": self.engine.learning_rate(),
+            **{f"lr/{group}": rate for group, rate in self.engine.group_rates().items()},
             **({"grad_norm": norm} if math.isfinite(norm) else {}),  # JSON has no infinity
             "epoch": float(self.loader.epoch_of(self.progress.rows_consumed)),
             "dropped": float(self.progress.dropped),
-            "data_wait": self.data_wait(windows),
+            **self.recorder.values(windows.wait_seconds, self.engine.all_reduce_sum),
             "seconds": round(self.progress.seconds, 3),
         }
 
@@ -395,17 +408,27 @@ class TrainingRun:
         """Commit a checkpoint of this moment."""
         from dflash2_train.checkpoint import save_checkpoint
 
-        save_checkpoint(
-            self.engine,
-            self.objective.drafter,
-            self.output,
-            step=self.progress.step,
-            state=asdict(self.progress),
-            fingerprint=self.fingerprint,
-            keep=self.config.train.keep_checkpoints,
-        )
+        with self.recorder.paused():
+            save_checkpoint(
+                self.engine,
+                self.objective.drafter,
+                self.output,
+                step=self.progress.step,
+                state=asdict(self.progress),
+                fingerprint=self.fingerprint,
+                keep=self.config.train.keep_checkpoints,
+            )
         if self.engine.rank == 0:
             self.data.saved(self.progress.rows_consumed)
+
+
+def plot_run(output: Path, *, title: str) -> None:
+    """Draw ``metrics.png`` from the ``metrics.jsonl`` of a training folder."""
+    from dflash2_train.plots.training import PLOT_NAME, write_training_plot
+    from dflash2_train.tracker import read_metrics
+
+    write_training_plot(read_metrics(output / "metrics.jsonl"), output / PLOT_NAME, title)
+    logger.info("curves: %s", output / PLOT_NAME)
 
 
 def window_block_size(config: RunConfig, step: int) -> int:
@@ -427,6 +450,9 @@ def facts(values: dict[str, float]) -> str:
     shown = [f"loss {values['loss']:.3f}"] if "loss" in values else ["step dropped"]
     if "selector_path" in values:
         shown.append(f"forecast length {1 + values['selector_path']:.2f}")
+    shown.append(f"{values['tokens_per_second']:,.0f} tokens/s")
+    if "utilisation" in values:
+        shown.append(f"{values['utilisation']:.0%} of peak")
     if values["data_wait"] >= SHOWN_WAIT:
         shown.append(f"waits for data {values['data_wait']:.0%}")
     return "  ".join([*shown, f"lr {values['lr']:.1e}"])

@@ -57,6 +57,9 @@ class TrainConfig:
     max_seconds: float | None = None  # save and stop in good order after this wall time; resume continues
     wandb: str = "disabled"  # disabled | offline | online
     wandb_project: str = "dflash2"
+    tensorboard: bool = False  # write events into output_dir/tensorboard; needs the package tensorboard
+    gradient_share_every: int = 100  # steps between looks at how each loss pulls at the backbone; 0 = never
+    peak_tflops: float | None = None  # of one device, 1e12 operations a second, for `utilisation`; None = by GPU name
     prefetch_windows: int = 2  # windows read ahead in the background
     attention: str = "auto"  # flex on CUDA, chunked elsewhere; dense is the reference, for small shapes
     num_threads: int | None = None  # torch intra-op threads a rank; None = torch's own choice
@@ -161,6 +164,20 @@ class TrainConfig:
             self.ema_decay,
             "must lie in (0, 1), and be null for no average",
             "Use 0.999.",
+        )
+        require(
+            self.gradient_share_every >= 0,
+            "train.gradient_share_every",
+            self.gradient_share_every,
+            "is a number of steps and at least 0",
+            "Use 100, or 0 for never.",
+        )
+        require(
+            self.peak_tflops is None or self.peak_tflops > 0,
+            "train.peak_tflops",
+            self.peak_tflops,
+            "is the peak of one device in 1e12 operations a second and must be positive",
+            "Use the figure of its data sheet without sparsity, or null.",
         )
         require(len(self.betas) == 2, "train.betas", self.betas, "needs two values", "Use [0.9, 0.95].")
         require(

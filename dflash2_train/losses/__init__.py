@@ -33,7 +33,7 @@ Letters: N rows (slots of all blocks), M rows of a chunk, V vocabulary, H hidden
 from dflash2_train.losses.candidates import candidate_logits, inject_gold, unary_candidates
 from dflash2_train.losses.divergence import MIN_TAIL
 from dflash2_train.losses.schedule import Moment, gamma_at, injects_at, sampled_share_at
-from dflash2_train.losses.selector import selector_loss
+from dflash2_train.losses.selector import SelectorLoss, selector_loss
 from dflash2_train.losses.sweep import Workspace
 from dflash2_train.losses.unary import UnaryLoss, unary_loss
 from dflash2_train.losses.weights import dpace_weights, position_weights
@@ -41,6 +41,7 @@ from dflash2_train.losses.weights import dpace_weights, position_weights
 __all__ = [
     "MIN_TAIL",
     "Moment",
+    "SelectorLoss",
     "UnaryLoss",
     "Workspace",
     "candidate_logits",

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
+class SelectorLoss(NamedTuple):
+    """Of one micro-batch. Only ``loss_sum`` is meant to be differentiated."""
+
+    loss_sum: Tensor  # [] fp32, weighted; part of the graph of the scores even where no row counts
+    counted: Tensor  # [N] bool, rows that are supervised and hold their data token
+    cross_entropy: Tensor  # [N] fp32, nats; log C where a row does not count
+
+
 def selector_loss(
     scores: Tensor, candidate_ids: Tensor, target_ids: Tensor, weights: Tensor, *, injected: bool
-) -> tuple[Tensor, Tensor]:
+) -> SelectorLoss:
     """Cross-entropy of the selector over its candidates, fp32.
 
     Args:
@@ -17,10 +27,6 @@ def selector_loss(
         target_ids: [N] int64.
         weights: [N] fp32; 0 is unsupervised.
         injected: every supervised row must hold its data token. Otherwise one that does not has weight 0.
-
-    Returns:
-        The weighted sum [] fp32, part of the graph of ``scores`` even where no row counts, and the rows [N] bool that
-        are supervised and hold their data token.
 
     Raises:
         ValueError: shapes, or a miss although ``injected``.
@@ -40,4 +46,4 @@ def selector_loss(
     counted = torch.where(hits[:, None], scores.to(work), 0.0)  # rows that do not count must not spread a NaN
     gold = counted.gather(-1, matches.to(torch.int8).argmax(-1, keepdim=True)).squeeze(-1)
     cross_entropy = counted.logsumexp(-1) - gold  # [N]
-    return (cross_entropy * torch.where(hits, weights, 0.0)).sum(), hits
+    return SelectorLoss((cross_entropy * torch.where(hits, weights, 0.0)).sum(), hits, cross_entropy.detach())

@@ -495,7 +495,7 @@ def test_injection_replaces_only_the_last_candidate_and_only_on_a_miss() -> None
 def test_selector_loss_masks_misses_and_unsupervised_rows() -> None:
     scores = torch.tensor([[0.5, 1.0, -1.0], [2.0, 0.0, 1.0], [0.1, 0.2, 0.3]], requires_grad=True)
     candidates = torch.tensor([[7, 8, 9], [7, 8, 9], [7, 8, 9]])
-    loss, hits = selector_loss(
+    loss, hits, _ = selector_loss(
         scores, candidates, torch.tensor([8, 1, 9]), torch.tensor([0.5, 1.0, 0.0]), injected=False
     )
     expected = 0.5 * torch.nn.functional.cross_entropy(scores[:1], torch.tensor([1]))
@@ -507,7 +507,7 @@ def test_selector_loss_masks_misses_and_unsupervised_rows() -> None:
 
 def test_selector_loss_without_hits_is_zero_and_keeps_its_graph() -> None:
     scores = torch.full((2, 3), torch.nan, requires_grad=True)
-    loss, hits = selector_loss(
+    loss, hits, _ = selector_loss(
         scores, torch.ones(2, 3, dtype=torch.int64), torch.tensor([5, 6]), torch.ones(2), injected=False
     )
     (gradient,) = torch.autograd.grad(loss, scores)
@@ -518,7 +518,7 @@ def test_selector_loss_without_hits_is_zero_and_keeps_its_graph() -> None:
 def test_injected_rows_all_count_and_a_forgotten_injection_is_refused() -> None:
     scores, targets = torch.zeros(2, 3, requires_grad=True), torch.tensor([1, 9])
     candidates = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    loss, hits = selector_loss(scores, inject_gold(candidates, targets), targets, torch.ones(2), injected=True)
+    loss, hits, _ = selector_loss(scores, inject_gold(candidates, targets), targets, torch.ones(2), injected=True)
     assert number(loss) == pytest.approx(2 * float(torch.tensor(3.0).log()))
     assert hits.all()
     with pytest.raises(ValueError, match="inject_gold"):

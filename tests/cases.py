@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 
 RECORD = {"time_utc": "2026-01-01T00:00:00+00:00", "git": {"commit": "abc", "uncommitted_sha256": None}}
 
+# What two runs of one configuration do not share in their log lines.
+CLOCKED = ("seconds", "attempt", "data_wait", "tokens_per_second", "blocks_per_second", "tflops")
+
+
+def without_clock(row: dict[str, float]) -> dict[str, float]:
+    """A log line without what hangs on the machine's pace and memory."""
+    return {name: value for name, value in row.items() if name not in CLOCKED and not name.startswith("memory/")}
+
 
 def tiny_run_config(root: Path) -> RunConfig:
     """A whole configuration under ``root`` with the smallest sizes that exercise every rule; checked."""

@@ -61,7 +61,9 @@ def finish(axes: Axes, title: str, unit: str, *, log: bool = False) -> None:
     """Title, unit, grid, and a legend where something has a label; a logarithmic scale where all is positive."""
     drawn = [line.get_ydata() for line in axes.get_lines()]
     if log and drawn and all(np.min(values) > 0 for values in drawn if len(values)):
-        axes.set_yscale("log")
+        axes.set_yscale("log", subs=[2, 5])
+        for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            axis(lambda value, _: f"{value:g}")
     axes.set_title(title, fontsize=10)
     axes.set_ylabel(unit, fontsize=LABEL_SIZE)
     axes.set_xlabel("step", fontsize=LABEL_SIZE)

@@ -21,11 +21,10 @@ from data_gen.cache.ring import Ring
 from data_gen.cli import gen_data
 from dflash2_train.config import RunConfig, load_config, to_plain
 from dflash2_train.tracker import read_metrics
-from tests.cases import tiny_run_config
+from tests.cases import tiny_run_config, without_clock
 from tests.tiny_target import EOS, save_tiny_llama
 
 STEPS, PROMPT, CONVERSATIONS = 6, 4, 24
-PER_RUN = ("seconds", "attempt", "data_wait")
 
 
 def row(number: int, ids: list[int], config: RunConfig) -> dict[str, Any]:
@@ -128,7 +127,7 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) ->
 
 def curve(config: RunConfig) -> list[dict[str, float]]:
     rows = read_metrics(Path(config.train.output_dir) / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if key not in PER_RUN} for row in rows]
+    return [without_clock(row) for row in rows]
 
 
 def weights(config: RunConfig) -> dict[str, torch.Tensor]:

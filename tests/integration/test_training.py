@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 from dflash2_train.config import RunConfig, to_plain
+from dflash2_train.telemetry.catalogue import METRICS, described
 from dflash2_train.tracker import read_metrics
-from tests.cases import tiny_run_config
+from tests.cases import tiny_run_config, without_clock
 from tests.integration.launch import finish, start_ranks_of
 from tests.tiny_target import save_tiny_llama, write_cache
 
 STEPS = 6
-PER_RUN = ("seconds", "attempt", "data_wait")
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +75,9 @@ def weights(config: RunConfig, step: int = STEPS) -> dict[str, torch.Tensor]:
     return load_file(Path(config.train.output_dir) / f"step{step:06d}" / "drafter.safetensors")
 
 
-def curve(config: RunConfig) -> list[dict[str, float]]:
+def curve(config: RunConfig, *, whole: bool = False) -> list[dict[str, float]]:
     rows = read_metrics(Path(config.train.output_dir) / "metrics.jsonl")
-    return [{key: value for key, value in row.items() if key not in PER_RUN} for row in rows]
+    return rows if whole else [without_clock(row) for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,21 @@ def test_training_lowers_the_loss_and_exports_a_drafter(straight: RunConfig) -> 
     assert (Path(straight.export.output_dir) / "mask_embedding.pt").exists()
     record = json.loads((Path(straight.train.output_dir) / "run.json").read_text())
     assert record["attestation"]["tokens"] >= straight.data.attest.tokens
+
+
+def test_what_is_recorded_is_in_the_guide_and_recording_it_changes_no_weight(
+    base: RunConfig, straight: RunConfig, tmp_path: Path
+) -> None:
+    config = variant(base, tmp_path, gradient_share_every=2, peak_tflops=1.0)
+    run(config)
+    expected, found = weights(straight), weights(config)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    names = {name for row in curve(config, whole=True) for name in row}
+    assert [name for name in names if described(name) is None] == []
+    recorded = {described(name) for name in names}
+    assert [m.name for m in METRICS if m not in recorded and "cuda" not in m.name] == []
+    assert [row["step"] for row in curve(config) if "gradient_share/ce" in row] == [2, 4, 6]
+    assert (Path(config.train.output_dir) / "metrics.png").exists()
 
 
 def test_a_killed_run_resumed_equals_the_uninterrupted_one_bit_for_bit(

@@ -15,6 +15,7 @@ ENTRIES = (
     "dflash2_train.train",
     "dflash2_train.export.cli",
     "dflash2_train.evaluate.cli",
+    "dflash2_train.runs.cli",
     "dflash2_train.app",
 )
 

@@ -14,8 +14,8 @@ from data_gen.cache.format import CapturedSample
 from dflash2_train.blocks import BlockBatch
 from dflash2_train.config import LossConfig
 from dflash2_train.data import PackedBatch
-from dflash2_train.losses import Moment, gamma_at, injects_at, position_weights, sampled_share_at
-from dflash2_train.objective import MIN_SELECTOR_SHARE, Objective, StepOutput
+from dflash2_train.losses import MIN_TAIL, Moment, gamma_at, injects_at, position_weights, sampled_share_at
+from dflash2_train.objective import MIN_SELECTOR_SHARE, SQUARES, Objective, StepOutput
 from dflash2_train.paths import BLOCKS_AT_ONCE, walk_paths
 from dflash2_train.predecessors import partly_sampled
 from tests.objective_case import batch_of, make_objective
@@ -311,3 +311,79 @@ def test_a_micro_batch_without_a_supervised_slot_adds_zeros_to_every_gradient_un
     assert output.sums.names() == names
     for name, parameter in objective.named_parameters():
         assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_measuring_the_parts_gradients_changes_no_bit_of_loss_or_gradient(
+    objective: Objective, samples: list[CapturedSample], options: dict[str, Any]
+) -> None:
+    objective.loss = LossConfig(**options)
+    batch, blocks = batch_of([[samples[0], samples[1]]])
+    found = []
+    for measure in (False, True):
+        objective.zero_grad()
+        output = run(objective, batch, blocks, measure_gradients=measure)
+        output.loss.backward()
+        gradients = {name: p.grad.clone() for name, p in objective.named_parameters() if p.grad is not None}
+        found.append((output, gradients))
+    (plain, expected), (measured, gradients) = found
+    assert torch.equal(plain.loss, measured.loss)
+    assert expected.keys() == gradients.keys()
+    assert all(torch.equal(expected[name], gradients[name]) for name in expected)
+    rates = measured.sums.rates()
+    assert {name: value for name, value in rates.items() if not name.startswith(SQUARES)} == plain.sums.rates()
+
+
+def test_the_parts_squared_norms_are_those_of_autograd_over_whole_logits(
+    objective: Objective, samples: list[CapturedSample]
+) -> None:
+    objective.loss = LossConfig(ce_weight=0.5, kl_weight=2.0, selector_weight=3.0)
+    batch, blocks = batch_of([[samples[0]]])
+    seen = blocks.supervised
+    states = objective._slots(batch, blocks).hidden.detach().requires_grad_()
+    logits = states @ objective.frozen.head.T
+    log_q, targets = logits.log_softmax(-1), blocks.target_ids[seen]
+    weights = position_weights(seen.shape[-1], objective.loss.gamma).expand(seen.shape)[seen]
+    ce = -log_q.gather(-1, targets[:, None]).squeeze(-1)
+    log_p, log_qt = blocks.teacher_logprobs[seen], log_q.gather(-1, blocks.teacher_ids[seen])
+    tail_p, tail_q = 1 - log_p.exp().sum(-1), 1 - log_qt.exp().sum(-1)
+    assert float(tail_q.detach().min()) > MIN_TAIL
+    kl = (log_p.exp() * (log_p - log_qt)).sum(-1) + torch.xlogy(tail_p, tail_p) - tail_p * tail_q.log()
+    unary, ids = logits.topk(objective.drafter.shape.selector_top_k, -1)
+    scores = objective.drafter.candidate_selector.scores(states, unary, ids, blocks.predecessor_ids[seen])
+    hits = ids == targets[:, None]
+    selector = torch.where(hits.any(-1), scores.logsumexp(-1) - (scores * hits).sum(-1), 0.0)
+    denominator = torch.tensor(7.0)
+    rates = run(objective, batch, blocks, denominator=denominator, measure_gradients=True).sums.rates()
+    for name, part in (("ce", 0.5 * ce), ("kl", 2.0 * kl), ("selector", 3.0 * selector)):
+        (gradient,) = torch.autograd.grad((weights * part).sum() / denominator, states, retain_graph=True)
+        assert rates[f"{SQUARES}{name}"] == pytest.approx(float(gradient.square().sum()), rel=1e-4)
+
+
+def test_squared_norms_of_micro_batches_and_ranks_add_up_to_those_of_the_window(
+    objective: Objective, samples: list[CapturedSample]
+) -> None:
+    rows = [[samples[0]], [samples[1]], [samples[2]]]
+    denominator = objective.window_weight(batch_of(rows)[1])
+    whole = run(objective, *batch_of(rows), denominator=denominator, measure_gradients=True).sums.rates()
+    parts = [
+        run(objective, *batch_of([row]), denominator=denominator, scale=3.0, measure_gradients=True).sums
+        for row in rows
+    ]
+    summed = (parts[0] + parts[1] + parts[2]).rates()
+    for name in ("ce", "kl", "selector"):
+        assert summed[f"{SQUARES}{name}"] == pytest.approx(whole[f"{SQUARES}{name}"], rel=1e-4)
+
+
+def test_figures_by_slot_make_up_those_over_all_slots(objective: Objective, samples: list[CapturedSample]) -> None:
+    batch, blocks = batch_of([[samples[0], samples[1]], [samples[2]]])
+    output = run(objective, batch, blocks)
+    rates = output.sums.rates()
+    counts = blocks.supervised.sum((0, 1)).double()  # [K]
+    weights = counts * position_weights(len(counts), objective.loss.gamma).double()
+    for name, shares in (("ce", weights), ("kl", weights), ("top1", counts), ("recall", counts)):
+        by_slot = torch.tensor([rates[f"{name}/slot{k}"] for k in range(1, len(counts) + 1)], dtype=torch.float64)
+        assert rates[name] == pytest.approx(float((shares * by_slot).sum() / shares.sum()), rel=1e-5), name
+    accepted = [rates[f"accepted/slot{k}"] for k in range(1, len(counts) + 1)]
+    assert rates["selector_path"] == pytest.approx(sum(accepted))
+    assert accepted == sorted(accepted, reverse=True)

@@ -57,7 +57,7 @@ def test_the_wheel_puts_nothing_beside_the_two_packages(wheel_names: set[str]) -
 
 def test_every_command_names_a_function_that_exists(repo_root: Path) -> None:
     scripts = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]["scripts"]
-    assert set(scripts) == {"dflash2-gen-data", "dflash2-train", "dflash2-export", "dflash2-eval"}
+    assert set(scripts) == {"dflash2-gen-data", "dflash2-train", "dflash2-export", "dflash2-eval", "dflash2-runs"}
     for target in scripts.values():
         module, _, function = target.partition(":")
         source = (repo_root / Path(*module.split("."))).with_suffix(".py").read_text()

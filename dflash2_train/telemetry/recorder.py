@@ -94,20 +94,25 @@ class StepRecorder:
         )
         device_seconds = seconds * self._world_size
         values = {
-            "tokens_per_second": round(work.tokens / seconds, 3),
-            "blocks_per_second": round(work.blocks / seconds, 3),
-            "tflops": round(flops.model / device_seconds / TERA, 6),
+            "tokens_per_second": _short(work.tokens / seconds),
+            "blocks_per_second": _short(work.blocks / seconds),
+            "tflops": _short(flops.model / device_seconds / TERA),
         }
         if self._peak is not None:
             possible = device_seconds * self._peak * TERA
-            values["utilisation"] = round(flops.model / possible, 6)
-            values["hardware_utilisation"] = round(flops.hardware / possible, 6)
+            values["utilisation"] = _short(flops.model / possible)
+            values["hardware_utilisation"] = _short(flops.hardware / possible)
         return values
 
     @torch.no_grad()
     def _mask_embedding(self) -> dict[str, float]:
         norm = float(self._drafter.mask_embedding.float().norm())
         return {"mask_embedding/norm": norm, "mask_embedding/ratio": norm / self._usual_norm}
+
+
+def _short(value: float) -> float:
+    """Six significant digits: clocks know no more, and a long run has many lines."""
+    return float(f"{value:.6g}")
 
 
 @torch.no_grad()

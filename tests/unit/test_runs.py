@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ from tests.cases import tiny_run_config
 STEPS = 8
 
 
+@cache
+def bare_record() -> str:
+    """What the commands record of code and machine, as JSON; the configuration is put in by each run."""
+    return json.dumps(run_record({}, ["dflash2-train"]))
+
+
 def make_run(root: Path, *, steps_done: int = STEPS, loss: float = 2.0, **train: Any) -> Path:
     """A run folder as the commands leave it, without its tensors."""
     config = tiny_run_config(root)
@@ -27,7 +34,7 @@ def make_run(root: Path, *, steps_done: int = STEPS, loss: float = 2.0, **train:
         setattr(config.train, key, value)
     folder = root / "train"
     folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps(run_record(to_plain(config), ["dflash2-train"])))
+    (folder / "run.json").write_text(json.dumps(json.loads(bare_record()) | {"config": to_plain(config)}))
     rows = [
         {"step": step, "attempt": 1, "loss": loss + 1 / step, "selector_path": 0.5, "seconds": 2.0 * step}
         for step in range(1, steps_done + 1)
@@ -115,16 +122,16 @@ def test_a_folder_of_runs_stands_for_all_of_them_and_a_training_folder_for_its_o
 
 
 def test_the_list_has_a_line_a_run_newest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, hours in (("old", 30), ("new", 0)):
+    for name, hours in (("old", 36), ("new", 0)):
         root = make_run(tmp_path / name)
         for path in [root, *root.rglob("*")]:
             os.utime(path, (path.stat().st_atime, path.stat().st_mtime - hours * 3600))
     evaluate(tmp_path / "new", 1.625)
     assert run_command(["list", str(tmp_path)]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(("  new", "  old"))]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:1] in (["new"], ["old"])]
     assert [line[0] for line in lines] == ["new", "old"]
     assert "1.625" in lines[0]
-    assert lines[1][-2:] == ["1.2", "days"]
+    assert lines[1][-2:] == ["1.5", "days"]
 
 
 def test_showing_a_run_tells_command_code_figures_and_checkpoints(

@@ -13,7 +13,8 @@ convolutions are not. The backward pass of a product costs one more product for 
 | conv        | L * slots * H * 4 Kc G                          | x 2      | kernel projections, two pairs a layer     |
 | head        | labels * H * V                                  | x 1      | the frozen head needs no gradient         |
 | candidates  | labels * C * H                                  | x 1, 0   | 0 with ``loss.detach_unary``              |
-| selector    | labels * R * (H + C)                            | x 2      |                                           |
+| selector    | labels * H * R                                  | x 2      | projection of the state                   |
+| scores      | labels * C * R                                  | x 1      | codebook rows: scaled and summed, no more |
 
 This is the work that the step is for (*model* operations). Padding, keys that a chunk of the attention computes
 although no slot sees them, scores computed again inside the attention's backward pass, and the paths that are walked
@@ -138,9 +139,11 @@ def step_flops(
         "context": layers * work.tokens * hidden * 2 * key,
         "head": work.labels * hidden * shape.vocab_size,
         "candidates": work.labels * shape.selector_top_k * hidden,
-        "selector": work.labels * shape.selector_rank * (hidden + shape.selector_top_k),
+        "selector": work.labels * shape.selector_rank * hidden,
+        "scores": work.labels * shape.selector_rank * shape.selector_top_k,
     }
-    once = {"encode": 1, "head": 1, "candidates": 0 if detach_unary else 1}  # gradients of two operands elsewhere
+    # Elsewhere both operands of a product get a gradient that is a product again.
+    once = {"encode": 1, "head": 1, "candidates": 0 if detach_unary else 1, "scores": 1}
     forward = {part: 2.0 * count for part, count in {**around, **in_layers}.items()}
     return StepFlops(
         forward=forward,

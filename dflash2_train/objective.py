@@ -130,7 +130,7 @@ class Objective(nn.Module):
             for name, gradient in parts.items():
                 square = gradient.double().square().sum() / denominator.double() ** 2
                 measured.add(f"{SQUARES}{name}", square, 1.0 / scale)  # over a window the denominators sum to 1
-        unary = self._unary(slots, blocks, self.loss)
+        unary = self._unary(slots, blocks)
         weights = self._weights(blocks, unary, moment)
         selected = self._selector(batch, blocks, slots, unary, weights, moment)
         total = (weights * unary.loss).sum() + selector_weight * selected.loss_sum
@@ -173,8 +173,9 @@ class Objective(nn.Module):
             predecessor_ids=blocks.predecessor_ids[supervised],
         )
 
-    def _unary(self, slots: _Slots, blocks: BlockBatch, loss: LossConfig) -> UnaryLoss:
-        shape = self.drafter.shape
+    def _unary(self, slots: _Slots, blocks: BlockBatch, loss: LossConfig | None = None) -> UnaryLoss:
+        """The sweep over the slots' logits; with other weights than the run's if ``loss`` is given."""
+        shape, loss = self.drafter.shape, loss or self.loss
         return unary_loss(
             slots.hidden,
             self.frozen.head,

@@ -57,7 +57,7 @@ def draw(axes: Axes, curve: Series, label: str, color: object) -> None:
     axes.plot(smooth.steps, smooth.values, color=color, linewidth=1.4, label=label, marker=marker, markersize=3)
 
 
-def finish(axes: Axes, title: str, unit: str, *, log: bool = False) -> None:
+def finish(axes: Axes, title: str, unit: str, *, log: bool = False, legend_columns: int = 2) -> None:
     """Title, unit, grid, and a legend where something has a label; a logarithmic scale where all is positive."""
     drawn = [line.get_ydata() for line in axes.get_lines()]
     if log and drawn and all(np.min(values) > 0 for values in drawn if len(values)):
@@ -72,7 +72,7 @@ def finish(axes: Axes, title: str, unit: str, *, log: bool = False) -> None:
     axes.grid(color="0.92")
     axes.set_axisbelow(True)
     if axes.get_legend_handles_labels()[1]:
-        axes.legend(fontsize=LABEL_SIZE - 1, frameon=False, ncols=2)
+        axes.legend(fontsize=LABEL_SIZE - 1, frameon=False, ncols=legend_columns)
 
 
 def write_panels(panels: Sequence[Callable[[Axes], None]], path: Path, title: str) -> None:

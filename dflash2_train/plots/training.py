@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from dflash2_train.plots.figure import COLORS, LABEL_SIZE, Row, Series, draw, finish, series, smoothed, write_panels
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ def panels_of(rows: Sequence[Row], names: set[str]) -> list[Panel]:
     if any(name.startswith("gradient_share/") for name in names):
         panels.append(partial(_family, rows, names, "gradient_share/", "Pull of each loss at the backbone", "share"))
     if "lr" in names:
-        panels.append(partial(_rates, rows, names))
+        panels.append(partial(_rates, rows))
     if "tokens_per_second" in names:
         panels.append(partial(_throughput, rows))
     elif "data_wait" in names:
@@ -102,36 +104,40 @@ def _by_slot(rows: Sequence[Row], metric: str, slots: Sequence[int], title: str,
         # Raw points of seven slots would hide each other: the smooth curves alone.
         curve = smoothed(series(rows, f"{metric}/slot{slot}"))
         if len(curve.values):
-            axes.plot(curve.steps, curve.values, color=color, linewidth=1.3, label=f"slot {slot}")
-    finish(axes, title, unit)
+            axes.plot(curve.steps, curve.values, color=color, linewidth=1.3, label=f"{slot}")
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom, top + 0.15 * (top - bottom))  # room for the legend above the curves
+    finish(axes, title, unit, legend_columns=len(slots))
 
 
 def _gradient(rows: Sequence[Row], axes: Axes) -> None:
-    draw(axes, series(rows, "grad_norm"), "before clipping", COLORS[0])
+    draw(axes, series(rows, "grad_norm"), "", COLORS[0])
+    finish(axes, "Norm of the gradient before clipping (red: dropped windows)", "", log=True)
     dropped = series(rows, "dropped")
     for step, before, now in zip(dropped.steps[1:], dropped.values, dropped.values[1:], strict=False):
         if now > before:
             axes.axvline(step, color=COLORS[1], linewidth=0.8, alpha=0.7)
-    finish(axes, "Norm of the gradient (red: dropped windows)", "", log=True)
 
 
-def _rates(rows: Sequence[Row], names: set[str], axes: Axes) -> None:
-    groups = sorted(name for name in names if name.startswith("lr/")) or ["lr"]
-    drawn: list[Series] = []
-    for name, color in zip(groups, COLORS, strict=False):
-        curve = series(rows, name)
-        twins = [one for one in drawn if len(one.values) == len(curve.values) and (one.values == curve.values).all()]
-        if not twins:  # groups with one rate are one curve
-            label = name.removeprefix("lr/").replace("_", " ")
-            axes.plot(curve.steps, curve.values, color=color, linewidth=1.3, label=label)
-            drawn.append(curve)
+def _rates(rows: Sequence[Row], axes: Axes) -> None:
+    names = [name for name in rows[-1] if name.startswith("lr/")] or ["lr"]
+    drawn: list[tuple[Series, list[str]]] = []  # groups with one rate are one curve
+    for name in names:
+        curve, label = series(rows, name), name.removeprefix("lr/").replace("_", " ")
+        twin = next((labels for one, labels in drawn if np.array_equal(one.values, curve.values)), None)
+        if twin is None:
+            drawn.append((curve, [label]))
+        else:
+            twin.append(label)
+    for (curve, labels), color in zip(drawn, COLORS, strict=False):
+        axes.plot(curve.steps, curve.values, color=color, linewidth=1.3, label=", ".join(labels))
     finish(axes, "Learning rate", "")
 
 
 def _throughput(rows: Sequence[Row], axes: Axes) -> None:
-    draw(axes, series(rows, "tokens_per_second"), "context tokens", COLORS[0])
+    draw(axes, series(rows, "tokens_per_second"), "", COLORS[0])
     axes.set_ylim(bottom=0)
-    finish(axes, "Throughput, and share of the time waiting for data", "tokens/s")
+    finish(axes, "Throughput, and share of the time waiting for data", "context tokens/s")
     waiting = series(rows, "data_wait")
     if len(waiting.values):
         beside = axes.twinx()

@@ -1,11 +1,16 @@
-"""``dflash2-export``: a training checkpoint becomes a folder that vLLM, SGLang and this project's runner load."""
+"""``dflash2-export``: a training checkpoint becomes a folder that vLLM, SGLang and this project's runner load.
+
+``dflash2-export doctor FOLDER`` and its like are sub-commands, see :mod:`dflash2_train.export.commands`.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 
 from dflash2_train.app import run_app
 from dflash2_train.config import RunConfig
+from dflash2_train.export.commands import PROGRAM, dispatch
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +26,10 @@ def export(config: RunConfig) -> int:
 
 def main() -> None:
     """Entry of the console script ``dflash2-export``."""
-    run_app("dflash2-export", export)
+    code = dispatch(sys.argv[1:])
+    if code is not None:
+        sys.exit(code)
+    run_app(PROGRAM, export)
 
 
 if __name__ == "__main__":

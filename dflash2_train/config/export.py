@@ -20,6 +20,7 @@ class ExportConfig:
     checkpoint: str | None = None  # checkpoint folder, or best; None = the newest whole one of train.output_dir
     weights: str = "last"  # last: as trained; ema: their moving average (train.ema_decay)
     dtype: str = "bfloat16"
+    base_model: str | None = None  # Hub id that the card names where target.name is a local folder
 
     def check(self) -> None:
         require(self.format == "hf", "export.format", self.format, "only hf is written so far", "Use hf.")

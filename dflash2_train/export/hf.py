@@ -16,14 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash2_train.config import RunConfig, UserError, to_plain
-from dflash2_train.export.card import card_text, provenance_text
+from dflash2_train.config import RunConfig, UserError
 from dflash2_train.export.doctor import ERROR, check_folder
 from dflash2_train.export.payload import (
-    CARD,
     CONFIG,
     MASK,
-    PROVENANCE,
     RECORD,
     TOOL,
     WEIGHTS,
@@ -32,9 +29,10 @@ from dflash2_train.export.payload import (
     read_mask_embedding,
     tensor_faults,
 )
+from dflash2_train.export.record import write_papers
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
-from dflash2_train.provenance import atomic_write_json, atomic_write_text, fsync_path, publish, sha256_file
+from dflash2_train.provenance import atomic_write_json, fsync_path, publish
 from dflash2_train.target import TargetInfo, torch_dtype
 
 logger = logging.getLogger(__name__)
@@ -114,8 +112,7 @@ def export_hf(
         config: the experiment, for card and record.
         target_info: the target that it was trained for.
         out_dir: folder to make. One that this function wrote before is replaced, any other is refused.
-        run_record: where the weights come from (``provenance.run_record`` and what the caller adds). Under
-            ``measured`` a flat dict of measurements, shown in the card as they are.
+        run_record: where the weights come from (``provenance.run_record`` and what the caller adds).
         dtype: ``bfloat16`` or ``float32``, of the weights and the mask vector.
 
     Returns:
@@ -144,35 +141,6 @@ def export_hf(
         shutil.rmtree(temporary, ignore_errors=True)
     logger.info("exported %d tensors and the mask vector to %s", len(tensors), final)
     return final
-
-
-def write_papers(
-    folder: Path,
-    config: RunConfig,
-    target_info: TargetInfo,
-    mask: Tensor,
-    *,
-    run_record: dict[str, Any],
-    dtype: str,
-) -> None:
-    """Card, provenance and record beside the weights, with the sha256 of every file."""
-    published = read_json(folder / CONFIG)
-    weights = {name: sha256_file(folder / name) for name in (CONFIG, WEIGHTS, MASK)}
-    atomic_write_text(folder / CARD, card_text(config, target_info, published, measured=run_record.get("measured")))
-    atomic_write_text(folder / PROVENANCE, provenance_text(config, target_info, run_record, weights))
-    record = {
-        "tool": TOOL,
-        **run_record,
-        "config": to_plain(config),
-        "export": {
-            "dtype": dtype,
-            "mask_token_id": published["dflash_config"]["mask_token_id"],
-            "mask_embedding_norm": round(float(mask.float().norm()), 6),
-            "mask_embedding_file_sha256": weights[MASK],
-        },
-        "files": {path.name: sha256_file(path) for path in sorted(folder.iterdir())},
-    }
-    atomic_write_json(folder / RECORD, record)
 
 
 def refuse_faults(folder: Path, target_info: TargetInfo) -> None:

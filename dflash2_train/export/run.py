@@ -18,9 +18,10 @@ from dflash2_train.config import RunConfig, UserError, absolute, to_plain
 from dflash2_train.export import payload
 from dflash2_train.export.doctor import ERROR, check_config, check_folder
 from dflash2_train.export.hf import ExportError, export_hf
+from dflash2_train.export.history import training_facts
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
-from dflash2_train.provenance import run_record, sha256_file
+from dflash2_train.provenance import public_value, run_record, sha256_file
 from dflash2_train.target import open_target_config
 
 logger = logging.getLogger(__name__)
@@ -74,21 +75,18 @@ def check_exportable(config: RunConfig) -> None:
         raise ExportError(f"a drafter of this configuration could not be exported; change drafter.*:\n  {listed}")
 
 
-def weights_source(checkpoint: Path, weights: str) -> dict[str, Any]:
+def weights_source(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
     """What identifies the exported weights: the checkpoint's name, step and hash, and what its run recorded."""
+    weights = config.export.weights
     path = checkpoint / (AVERAGED_WEIGHTS if weights == "ema" else WEIGHTS)
     manifest = payload.read_json(checkpoint / MANIFEST)
-    source: dict[str, Any] = {
+    return {
         "checkpoint": checkpoint.name,
         "step": manifest["step"],
         "weights": weights,
         "weights_sha256": sha256_file(path) if path.exists() else None,
+        **training_facts(config, checkpoint),
     }
-    record = checkpoint.parent / "run.json"
-    if record.exists():
-        trained = payload.read_json(record)
-        source["training"] = {key: trained.get(key) for key in ("git", "packages", "machine", "cache", "attestation")}
-    return source
 
 
 def already_exported(out_dir: Path, config: RunConfig, source: dict[str, Any]) -> bool:
@@ -96,7 +94,7 @@ def already_exported(out_dir: Path, config: RunConfig, source: dict[str, Any]) -
     if not (out_dir / payload.RECORD).exists():
         return False
     stored = payload.read_json(out_dir / payload.RECORD)
-    plain = to_plain(config)
+    plain = public_value(to_plain(config))
     same = (
         stored.get("tool") == payload.TOOL
         and stored.get("source", {}).get("weights_sha256") == source["weights_sha256"]
@@ -117,7 +115,7 @@ def export_checkpoint(config: RunConfig) -> Path:
             that breaks a rule of the published layout.
     """
     checkpoint = chosen_checkpoint(config)
-    source = weights_source(checkpoint, config.export.weights)
+    source = weights_source(config, checkpoint)
     out_dir = absolute(config.export.output_dir)
     if already_exported(out_dir, config, source):
         logger.info("%s is exported already (%s)", checkpoint.name, out_dir)

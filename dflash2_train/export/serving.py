@@ -46,17 +46,17 @@ def server_notes(published: Mapping[str, Any]) -> dict[str, str]:
         "clamped silently.",
         "SGLang": "Does not read `mask_embedding.pt`: it embeds the target's own row of the mask token, so expect "
         f"fewer accepted tokens.{causal}",
-        "llama.cpp": "Needs this folder as GGUF, and its usual converter leaves `mask_embedding.pt` out, so expect "
+        "llama.cpp": "Needs this folder as GGUF, and the stock converter leaves `mask_embedding.pt` out, so expect "
         f"fewer accepted tokens.{window if sliding else ''}",
     }
 
 
-def serving_lines(published: Mapping[str, Any], target: str) -> list[str]:
-    """The card's section about serving."""
+def serving_lines(published: Mapping[str, Any], target: str, drafter: str) -> list[str]:
+    """The card's section about serving; ``drafter`` is a Hub id or stands for the folder."""
     size = published["dflash_config"]["block_size"]
     notes = server_notes(published)
     lines = ["## Serving", ""]
-    for server, command in serving_commands(target, THIS_FOLDER, size).items():
+    for server, command in serving_commands(target, drafter, size).items():
         lines += [f"{server}:", "", "```sh", command, "```", "", notes[server], ""]
     return [
         *lines,

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 def export(config: RunConfig) -> int:
     """Export what ``config.export`` says and return the exit code."""
-    from dflash2_train.export.card_command import add_found_report
+    from dflash2_train.export.rewrite import add_found_report
     from dflash2_train.export.run import export_checkpoint
 
     folder = export_checkpoint(config)

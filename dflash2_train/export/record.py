@@ -1,7 +1,7 @@
 """The papers of an exported drafter: ``run.json`` as the one record, card and PROVENANCE.txt made from it.
 
 ``run.json`` lists the sha256 of every other file under ``files`` and its own, computed without that entry, under
-``record_sha256``. An export is written once; later only evaluations are added (:mod:`dflash2_train.export.card_command`).
+``record_sha256``. An export is written once; later only evaluations are added (:mod:`dflash2_train.export.rewrite`).
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ from tests.cases import RECORD, edit_json, make_drafter, make_target_info, tiny_
 from tests.stub_hub import CUT, TOKEN, Answer, StubHub
 
 REPO = "somebody/tiny-DFlash2"
+# The library's LFS upload hands a file to httpx2 in a way that it deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 
 @pytest.fixture(scope="module")
@@ -274,15 +276,15 @@ def test_no_token_and_no_signed_url_reaches_output_logs_or_files(
     shown = capfd.readouterr()
     everything = shown.out + shown.err + caplog.text
     everything += "".join(path.read_text(errors="replace") for path in folder.iterdir())
-    assert "may only read" not in everything or "hf_…" in everything
+    assert "token … may only read" in shown.err
     assert TOKEN not in everything
     assert "secretsignature" not in everything
     assert f"Bearer {TOKEN}" in hub.tokens  # it was sent
 
 
 def test_redaction_knows_the_token_what_looks_like_one_and_signed_urls() -> None:
-    text = "Bearer abc, secret, hf_abcdefghijklmnop1234, https://s3.host/a?X-Amz-Signature=1&b=2 end"
-    assert redacted(text, "secret") == "Bearer …, …, hf_…, https://s3.host/a?… end"
+    text = "Bearer abc and secret, hf_abcdefghijklmnop1234, https://s3.host/a?X-Amz-Signature=1&b=2 end"
+    assert redacted(text, "secret") == "Bearer … and …, hf_…, https://s3.host/a?… end"
 
 
 def pull_from(hub: StubHub, to: Path, **options: object) -> Path:
@@ -388,7 +390,7 @@ def test_repositories_that_are_no_drafter_of_ours_are_refused(hub: StubHub, fold
     to = folder.parent / "fetched"
     for files, text in (
         ({"weights.bin": b"x"}, r"has no config\.json"),
-        ({"config.json": b"not json"}, "not readable as JSON"),
+        ({"config.json": b"not json"}, "is no JSON object"),
         ({"config.json": b'{"architectures": ["LlamaForCausalLM"]}'}, "is no DFlash drafter"),
         ({"config.json": (folder / "config.json").read_bytes()}, "--without-record"),
     ):

@@ -87,8 +87,9 @@ def pull(
         endpoint: of the Hub; None = the usual one.
 
     Raises:
-        UserError: ``folder`` is something else, or the repository is no drafter of this tool.
-        HubError: not found, not allowed, no connection, or a content that is not what the hashes say.
+        UserError: ``folder`` is something else, the repository is no drafter of this tool, or its content is not what
+            the hashes say.
+        HubError: not found, not allowed, or no connection.
     """
     token = find_token(required=False)
     api = open_api(endpoint, token)
@@ -100,13 +101,15 @@ def pull(
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.{source.commit[:12]}.pull")
     partial.mkdir(exist_ok=True)
-    wanted = _wanted(source, partial, without_record)
-    for name in sorted(wanted):
-        source.fetch(name, partial)
     try:
+        wanted = _wanted(source, partial, without_record)
+        for name in sorted(wanted):
+            source.fetch(name, partial)
         _check(source, partial, wanted)
     except HubError:
-        shutil.rmtree(partial)  # whatever is wrong with it, the next pull must not build on it
+        raise  # what arrived stays for the next pull to continue
+    except UserError:
+        shutil.rmtree(partial)  # nothing may build on files that were refused
         raise
     _publish(source, partial, folder, revision)
     skipped = sorted(source.files.keys() - wanted)
@@ -134,16 +137,18 @@ def _wanted(source: _Source, partial: Path, without_record: bool) -> set[str]:
     """Names of the files to fetch, after a look at the two small ones that tell what this is."""
     if CONFIG not in source.files:
         raise UserError(f"{source.repo_id}: has no {CONFIG}, so it is no drafter. Name another repository.")
-    config = read_fetched(source.fetch(CONFIG, partial))
+    source.fetch(CONFIG, partial)
+    try:
+        config = read_json(partial / CONFIG)
+    except ValueError as error:
+        raise UserError(f"{source.repo_id}: its {CONFIG} is no JSON object. Name another repository.") from error
     if not isinstance(config.get("dflash_config"), dict) and "DFlash" not in str(config.get("architectures")):
-        shutil.rmtree(partial)
         raise UserError(
             f"{source.repo_id}: is no DFlash drafter (architectures={config.get('architectures')}). "
             "Name another repository."
         )
     if RECORD not in source.files:
         if not without_record:
-            shutil.rmtree(partial)
             raise UserError(
                 f"{source.repo_id}: has no {RECORD}, so nothing says what its files should be. Add --without-record to "
                 "take it with no more than the Hub's own hashes checked."
@@ -155,22 +160,13 @@ def _wanted(source: _Source, partial: Path, without_record: bool) -> set[str]:
     unsafe = [name for name in listed if Path(name).name != name or name.startswith(".")]
     missing = sorted(listed - source.files.keys())
     if unsafe or missing:
-        shutil.rmtree(partial)
         what = f"names that lead out of the folder: {unsafe}" if unsafe else f"files that are not there: {missing}"
         raise UserError(f"{source.repo_id}: its {RECORD} lists {what}. Ask its owner to push it again.")
     return {*listed, RECORD}
 
 
-def read_fetched(path: Path) -> dict[str, Any]:
-    """A JSON object that was fetched; UserError for anything else."""
-    try:
-        return read_json(path)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
 def _check(source: _Source, partial: Path, wanted: set[str]) -> None:
-    """Raise HubError unless every file is what ``run.json`` and the Hub say."""
+    """Raise UserError unless every file is what ``run.json`` and the Hub say."""
     found = hash_files(partial, leave_out=())
     listed: dict[str, str] = {}
     if RECORD in wanted:
@@ -184,7 +180,7 @@ def _check(source: _Source, partial: Path, wanted: set[str]) -> None:
         held = found.get(name) == entry.lfs.sha256 if entry.lfs else git_hash(partial / name) == entry.blob_id
         wrong += [name] if not held and name not in wrong else []
     if wrong:
-        raise HubError(
+        raise UserError(
             f"{source.repo_id} at {source.commit}: {', '.join(wrong)} are not what {RECORD} and the Hub list, so "
             "nothing was kept. Pull again; if it stays so, the repository was edited by hand: ask its owner."
         )

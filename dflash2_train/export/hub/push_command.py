@@ -6,9 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dflash2_train.config import absolute
-from dflash2_train.export.hub.push import MAIN, PushPlan, plan_push, push
+
+if TYPE_CHECKING:
+    from dflash2_train.export.hub.push import PushPlan
 
 
 def show(plan: PushPlan) -> None:
@@ -41,7 +44,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("repo_id", help="owner/name; created if missing")
     parser.add_argument("--public", action="store_true", help="for everyone to see; without it the repository is private")
     parser.add_argument("--dry-run", action="store_true", help="check, list what would go, and ask nobody")
-    parser.add_argument("--revision", default=MAIN, help="branch, made if missing (default: %(default)s)")
+    parser.add_argument("--revision", default="main", help="branch, made if missing (default: %(default)s)")
     parser.add_argument("--replace", action="store_true", help="remove other files of the repository in the same commit")
     parser.add_argument("--endpoint", help="of another Hub than the usual one")
     return parser.parse_args(argv)
@@ -50,6 +53,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Run the sub-command and return its exit code."""
     words = parse(argv)
+    from dflash2_train.export.hub.push import plan_push, push
+
     plan = plan_push(absolute(str(words.folder)))
     show(plan)
     if words.dry_run:

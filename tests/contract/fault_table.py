@@ -253,7 +253,7 @@ FILE_FAULTS = (
     Fault(
         what="an index of another export",
         check="weights-index",
-        plant=sharded(lambda listed, _: listed.update({"fc.weight": "model-00002-of-00002.safetensors"})),
+        plant=sharded(lambda listed, _: listed.update({"fc.weight": "model-00001-of-00002.safetensors"})),
     ),
     Fault(
         what="a tensor that the index does not list",

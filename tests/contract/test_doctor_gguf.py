@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dflash2_train.app import EXIT_FAULT
+from dflash2_train.export.commands import dispatch
 from dflash2_train.export.doctor.gguf_checks import examine_gguf
 from dflash2_train.export.doctor.gguf_file import GGUF_CHECKS
 from dflash2_train.export.doctor.target_facts import TargetFacts
@@ -146,3 +149,20 @@ def test_another_target_is_found(folders: dict[str, Path], tmp_path: Path) -> No
 
 def test_every_check_has_a_planted_fault() -> None:
     assert GGUF_CHECKS.checks.keys() | {"gguf-file"} == {fault.check for fault in FAULTS} | {"gguf-target"}
+
+
+def test_the_command_takes_a_gguf_and_shows_llama_cpps_view(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_gguf(tmp_path / "my drafter.gguf", gguf_parts(folders["glm53_flash_swa"]))
+    assert dispatch(["doctor", str(path), "--serve", "llama.cpp", "--json"]) == 0
+    view = json.loads(capsys.readouterr().out)["serve"]
+    assert view["server"] == "llama.cpp"
+    assert f"--spec-draft-model '{path}' --spec-draft-n-max 7" in view["command"]
+    assert any("no embedding of its own" in pitfall for pitfall in view["pitfalls"])
+
+
+def test_a_server_that_reads_no_gguf_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "drafter.gguf").write_bytes(b"")
+    assert dispatch(["doctor", str(tmp_path / "drafter.gguf"), "--serve", "vllm"]) == EXIT_FAULT
+    assert "reads no GGUF" in capsys.readouterr().err

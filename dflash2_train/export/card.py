@@ -80,17 +80,26 @@ def serving_commands(target: str, drafter: str, block_size: int) -> dict[str, st
 
 
 def _serving(config: RunConfig, published: dict[str, Any]) -> list[str]:
-    size = published["dflash_config"]["block_size"]
+    size = config.export.resolved_num_proposals(config.drafter) + 1
+    trained = published["dflash_config"]["block_size"]
     lines = ["## Serving", ""]
     for server, command in serving_commands(_target_label(config), "THIS_FOLDER", size).items():
         lines += [f"{server}:", "", "```sh", command, "```", ""]
     return [
         *lines,
-        f"vLLM counts drafted tokens ({size - 1}), SGLang the whole block ({size}). More than that was never trained.",
+        f"vLLM counts drafted tokens ({size - 1}), SGLang the whole block ({size}). More than {trained - 1} drafted "
+        "tokens were never trained.",
         "",
         "Only vLLM and dflash2-train's own runner read `mask_embedding.pt`; vLLM logs `Loaded DFlash mask embedding` "
-        "at start. SGLang and the llama.cpp converter embed the target's own row of the mask token instead, so expect "
-        "fewer accepted tokens there. llama.cpp also needs the folder converted to GGUF first.",
+        "at start. "
+        + (
+            "This folder's own `embed_tokens` holds the same vector in the mask token's row, for the llama.cpp converter. "
+            "SGLang embeds the target's own row, so expect fewer accepted tokens there. "
+            if config.export.fold_mask
+            else "SGLang and the llama.cpp converter embed the target's own row of the mask token instead, so expect "
+            "fewer accepted tokens there. "
+        )
+        + "llama.cpp also needs the folder converted to GGUF first.",
         "",
     ]
 

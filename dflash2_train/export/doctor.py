@@ -14,18 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 
 from dflash2_train.export.payload import (
     CONFIG,
     MASK,
     RECORD,
-    WEIGHTS,
-    read_header,
     read_json,
     read_mask_embedding,
     tensor_faults,
 )
+from dflash2_train.export.weight_files import WeightFiles, table_shapes
 from dflash2_train.model.drafter_config import ARCHITECTURE, DrafterShape
 from dflash2_train.provenance import sha256_file
 
@@ -199,13 +197,14 @@ def _check_tensors(folder: Path, config: dict[str, Any]) -> Iterator[Finding]:
     """Names, shapes, dtypes and finiteness of the weights, one tensor in memory at a time."""
     from dflash2_train.model.drafter import Drafter
 
-    path = folder / WEIGHTS
     try:
-        header = read_header(path)
-        expected = Drafter.expected_tensors(DrafterShape.from_published(config))
+        weights = WeightFiles(folder)
+        shape = DrafterShape.from_published(config)
     except ValueError as error:
         yield _error("weights", str(error))
         return
+    header, expected = weights.header, Drafter.expected_tensors(shape)
+    expected |= {name: size for name, size in table_shapes(shape).items() if name in header}
     faults = tensor_faults(header, expected)
     yield from (_error("tensors", fault) for fault in faults)
     dtypes = sorted({dtype for dtype, _ in header.values()})
@@ -215,11 +214,11 @@ def _check_tensors(folder: Path, config: dict[str, Any]) -> Iterator[Finding]:
         yield _warning("dtype", "weights are float32: twice the size, and servers cast them to bfloat16")
     if faults:
         return
-    with safe_open(path, framework="pt") as file:
-        for name in sorted(header):
-            if not bool(torch.isfinite(file.get_tensor(name)).all()):
-                yield _error("finite", f"{name} holds values that are not finite; export from an earlier checkpoint")
-    others = [p.name for p in folder.iterdir() if p.suffix in (".safetensors", ".bin") and p.name != WEIGHTS]
+    for name in sorted(header):
+        if not bool(torch.isfinite(weights[name]).all()):
+            yield _error("finite", f"{name} holds values that are not finite; export from an earlier checkpoint")
+    own = {path.name for path in weights.paths}
+    others = [p.name for p in folder.iterdir() if p.suffix in (".safetensors", ".bin") and p.name not in own]
     yield from (_error("files", f"{name}: a second weights file; loaders may prefer it") for name in others)
 
 

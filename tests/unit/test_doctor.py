@@ -101,7 +101,8 @@ def edit_tensor(folder: Path, name: str, new: torch.Tensor | None) -> None:
     ("name", "new", "rule"),
     [
         ("norm.weight", None, "tensors"),
-        ("embed_tokens.weight", torch.zeros(96, 32, dtype=torch.bfloat16), "tensors"),
+        ("embed_tokens.weight", torch.zeros(96, 16, dtype=torch.bfloat16), "tensors"),
+        ("mask_hidden", torch.zeros(32, dtype=torch.bfloat16), "tensors"),
         ("candidate_selector.predecessor_codebook.weight", torch.zeros(96, 5, dtype=torch.bfloat16), "tensors"),
         ("layers.0.mlp_conv.base_kernel", torch.zeros(2, 32, 2, dtype=torch.bfloat16), "tensors"),
         ("norm.weight", torch.ones(32), "dtype"),

@@ -32,7 +32,7 @@ def family(experiment: str, root: Path) -> RunConfig:
         drafter,
         num_heads=2 * heads_per_key,
         num_kv_heads=2,
-        head_dim=16,
+        head_dim=32,
         intermediate_size=96,
         mask_token_id=VOCAB - 1,
         sliding_window=None if drafter.sliding_window is None else WINDOW,

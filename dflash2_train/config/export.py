@@ -28,6 +28,7 @@ class ExportConfig:
     num_proposals: int | None = None  # tokens a round that the card tells servers to draft; None = all block_size - 1
     tables: list[str] = field(default_factory=list)  # of the target's to put in: embed_tokens, lm_head
     fold_mask: bool = False  # the mask token's row of embed_tokens becomes the trained vector, as the file has it
+    base_model: str | None = None  # Hub id that the card names where target.name is a local folder
 
     def resolved_num_proposals(self, drafter: DrafterConfig) -> int:
         """``num_proposals`` with the default written out."""

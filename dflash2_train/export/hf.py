@@ -16,26 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash2_train.config import RunConfig, UserError, to_plain
-from dflash2_train.export.card import card_text, provenance_text
+from dflash2_train.config import RunConfig, UserError
 from dflash2_train.export.doctor import ERROR, check_folder
 from dflash2_train.export.payload import (
-    CARD,
     CONFIG,
     MASK,
-    PROVENANCE,
     RECORD,
     TOOL,
     read_json,
     read_mask_embedding,
     tensor_faults,
 )
+from dflash2_train.export.record import write_papers
 from dflash2_train.export.weight_files import TABLES, WeightFiles, table_shapes
 from dflash2_train.export.weight_sources import MASK_PARAMETER, ModuleWeights, TableWeights, WeightSource
 from dflash2_train.export.weight_writer import write_weights
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
-from dflash2_train.provenance import atomic_write_json, atomic_write_text, fsync_path, publish, sha256_file
+from dflash2_train.provenance import atomic_write_json, fsync_path, publish
 from dflash2_train.target import FrozenHead, TargetInfo, torch_dtype
 
 logger = logging.getLogger(__name__)
@@ -121,8 +119,7 @@ def export_hf(
         config: the experiment, for card and record; its ``export`` says which tables and shards to write.
         target_info: the target that it was trained for.
         out_dir: folder to make. One that this function wrote before is replaced, any other is refused.
-        run_record: where the weights come from (``provenance.run_record`` and what the caller adds). Under
-            ``measured`` a flat dict of measurements, shown in the card as they are.
+        run_record: where the weights come from (``provenance.run_record`` and what the caller adds).
         dtype: ``bfloat16`` or ``float32``, of the weights and the mask vector.
 
     Returns:
@@ -143,10 +140,9 @@ def export_hf(
         mask = source.read(MASK_PARAMETER).detach().to("cpu", torch_dtype(dtype), copy=True).contiguous()
         torch.save(mask, temporary / MASK)
         hashes = write_tensors(temporary, source, torch_dtype(dtype), config.export.max_shard_gib)
-        # run.json lists the weights' hashes as they were handed to the disk, and the doctor compares them with the files
-        write_papers(temporary, config, target_info, mask, run_record=run_record, dtype=dtype, hashes=hashes)
+        write_papers(temporary, config, target_info, mask, run_record=run_record, dtype=dtype)
+        refuse_difference(temporary, source.shape, mask, hashes)
         refuse_faults(temporary, target_info)
-        refuse_difference(temporary, source.shape, mask)
         replace_folder(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -172,39 +168,6 @@ def write_tensors(folder: Path, source: WeightSource, dtype: torch.dtype, max_sh
     return write_weights(folder, shapes, source.read, dtype=dtype, max_bytes=max_bytes)
 
 
-def write_papers(
-    folder: Path,
-    config: RunConfig,
-    target_info: TargetInfo,
-    mask: Tensor,
-    *,
-    run_record: dict[str, Any],
-    dtype: str,
-    hashes: dict[str, str],
-) -> None:
-    """Card, provenance and record beside the weights, with the sha256 of every file; ``hashes`` has the weights'."""
-    published = read_json(folder / CONFIG)
-    weights = {CONFIG: sha256_file(folder / CONFIG), **hashes, MASK: sha256_file(folder / MASK)}
-    atomic_write_text(folder / CARD, card_text(config, target_info, published, measured=run_record.get("measured")))
-    atomic_write_text(folder / PROVENANCE, provenance_text(config, target_info, run_record, weights))
-    record = {
-        "tool": TOOL,
-        **run_record,
-        "config": to_plain(config),
-        "export": {
-            "dtype": dtype,
-            "num_proposals": config.export.resolved_num_proposals(config.drafter),
-            "tables": list(config.export.tables),
-            "mask_folded": config.export.fold_mask,
-            "mask_token_id": published["dflash_config"]["mask_token_id"],
-            "mask_embedding_norm": round(float(mask.float().norm()), 6),
-            "mask_embedding_file_sha256": weights[MASK],
-        },
-        "files": {path.name: weights.get(path.name) or sha256_file(path) for path in sorted(folder.iterdir())},
-    }
-    atomic_write_json(folder / RECORD, record)
-
-
 def refuse_faults(folder: Path, target_info: TargetInfo) -> None:
     """Raise ExportError for the doctor's errors about ``folder``; log its warnings."""
     findings = check_folder(folder, target_info=target_info)
@@ -217,10 +180,18 @@ def refuse_faults(folder: Path, target_info: TargetInfo) -> None:
         raise ExportError(f"the exported drafter would not serve as trained, so it is not published:\n  {listed}")
 
 
-def refuse_difference(folder: Path, shape: DrafterShape, mask: Tensor) -> None:
-    """Raise ExportError unless the small files read back as what was written: the mask vector and the shape."""
-    vector = read_mask_embedding(folder / MASK, hidden_size=shape.hidden_size, mask_token_id=shape.mask_token_id)
-    different = [] if torch.equal(vector, mask) else [MASK]
+def refuse_difference(folder: Path, shape: DrafterShape, mask: Tensor, hashes: dict[str, str]) -> None:
+    """Raise ExportError unless the folder reads back as what was written.
+
+    Args:
+        folder: with its record, which lists the hashes of the files as they are on disk.
+        shape: of the drafter.
+        mask: the vector [H] that was written.
+        hashes: weights file -> sha256 of the bytes that were handed to the disk.
+    """
+    found = read_json(folder / RECORD)["files"]
+    different = [name for name, digest in hashes.items() if found.get(name) != digest]
+    different += [] if torch.equal(torch.load(folder / MASK, weights_only=True), mask) else [MASK]
     different += [] if DrafterShape.from_published(read_json(folder / CONFIG)) == shape else [CONFIG]
     if different:
         raise ExportError(f"read back, these files differ from what was written: {', '.join(different)}. Check the disk.")

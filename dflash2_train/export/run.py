@@ -11,9 +11,10 @@ from dflash2_train.config import RunConfig, UserError, absolute, to_plain
 from dflash2_train.export import payload
 from dflash2_train.export.doctor import ERROR, check_config, check_folder
 from dflash2_train.export.hf import ExportError, export_hf, published_config
+from dflash2_train.export.history import training_facts
 from dflash2_train.export.weight_sources import CheckpointWeights, checkpoint_source
 from dflash2_train.model.drafter_config import DrafterShape
-from dflash2_train.provenance import run_record, sha256_file, sha256_json
+from dflash2_train.provenance import public_value, run_record, sha256_file, sha256_json
 from dflash2_train.target import open_target_config
 
 logger = logging.getLogger(__name__)
@@ -63,23 +64,18 @@ def check_exportable(config: RunConfig) -> None:
         raise ExportError(f"a drafter of this configuration could not be exported; change drafter.*:\n  {listed}")
 
 
-def weights_record(checkpoint: Path, source: CheckpointWeights, weights: str) -> dict[str, Any]:
+def weights_record(config: RunConfig, checkpoint: Path, source: CheckpointWeights) -> dict[str, Any]:
     """What identifies the exported weights: the checkpoint's name, step and hash, and what its run recorded."""
     hashes = {f"{path.parent.name}/{path.name}": sha256_file(path) for path in source.paths}
-    manifest = payload.read_json(checkpoint / MANIFEST)
-    record: dict[str, Any] = {
+    averaged = len(hashes) > 1
+    return {
         "checkpoint": checkpoint.name,
-        "step": manifest["step"],
-        "weights": weights,
-        "weights_sha256": sha256_json(hashes) if len(hashes) > 1 else next(iter(hashes.values())),
+        "step": payload.read_json(checkpoint / MANIFEST)["step"],
+        "weights": config.export.weights,
+        "weights_sha256": sha256_json(hashes) if averaged else next(iter(hashes.values())),
+        **({"mean_of": hashes} if averaged else {}),
+        **training_facts(config, checkpoint),
     }
-    if len(hashes) > 1:
-        record["mean_of"] = hashes
-    trained_record = checkpoint.parent / "run.json"
-    if trained_record.exists():
-        trained = payload.read_json(trained_record)
-        record["training"] = {key: trained.get(key) for key in ("git", "packages", "machine", "cache", "attestation")}
-    return record
 
 
 def already_exported(out_dir: Path, config: RunConfig, source: dict[str, Any]) -> bool:
@@ -87,7 +83,7 @@ def already_exported(out_dir: Path, config: RunConfig, source: dict[str, Any]) -
     if not (out_dir / payload.RECORD).exists():
         return False
     stored = payload.read_json(out_dir / payload.RECORD)
-    now = _content_settings(to_plain(config))
+    now = _content_settings(public_value(to_plain(config)))
     same = (
         stored.get("tool") == payload.TOOL
         and stored.get("source", {}).get("weights_sha256") == source["weights_sha256"]
@@ -114,7 +110,7 @@ def export_checkpoint(config: RunConfig) -> Path:
     """
     checkpoint = chosen_checkpoint(config)
     source = checkpoint_source(config, checkpoint)
-    record = weights_record(checkpoint, source, config.export.weights)
+    record = weights_record(config, checkpoint, source)
     out_dir = absolute(config.export.output_dir)
     if already_exported(out_dir, config, record):
         logger.info("%s is exported already (%s)", checkpoint.name, out_dir)

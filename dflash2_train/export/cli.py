@@ -17,9 +17,12 @@ logger = logging.getLogger(__name__)
 
 def export(config: RunConfig) -> int:
     """Export what ``config.export`` says and return the exit code."""
+    from dflash2_train.export.card_command import add_found_report
     from dflash2_train.export.run import export_checkpoint
 
     folder = export_checkpoint(config)
+    for name in add_found_report(config, folder):
+        logger.info("the run's evaluation is in the card now (%s)", name)
     logger.info("serve-ready drafter: %s", folder)
     return 0
 

@@ -36,9 +36,25 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
+    "card": Command(
+        module="dflash2_train.export.card_command",
+        summary="add evaluations to an exported drafter and render its model card again",
+    ),
     "doctor": Command(
         module="dflash2_train.export.doctor_command",
         summary="check any DFlash drafter, folder, Hub id or GGUF, for what servers get wrong silently",
+    ),
+    "pull": Command(
+        module="dflash2_train.export.hub.pull_command",
+        summary="fetch a drafter from the Hub at a pinned commit, every hash checked",
+    ),
+    "push": Command(
+        module="dflash2_train.export.hub.push_command",
+        summary="put an exported drafter on the Hub, private unless told otherwise",
+    ),
+    "verify-provenance": Command(
+        module="dflash2_train.export.verify_command",
+        summary="compute every recorded hash of an exported drafter anew",
     ),
 }
 

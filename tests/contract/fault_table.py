@@ -15,11 +15,9 @@ import torch
 from dflash2_train.export.doctor import Finding
 from dflash2_train.export.doctor.examine import examine
 from dflash2_train.export.doctor.serve import proposals_finding
-from tests.contract.drafter_families import FAMILIES
+from tests.contract.drafter_families import export_family
 from tests.contract.faults import (
-    HIDDEN,
     MASK_ID,
-    VOCAB,
     Fault,
     TinyTarget,
     add,
@@ -29,12 +27,14 @@ from tests.contract.faults import (
     file,
     mask,
     put,
+    record,
     rename,
     reseal,
     shard,
     sharded,
     tensors,
 )
+from tests.families import EXPERIMENTS, HIDDEN, VOCAB
 
 KERNEL = "layers.0.attention_conv.base_kernel"
 PROJECTION = "layers.0.attention_conv.kernel_projection.weight"
@@ -55,6 +55,13 @@ def _identity(stored: dict[str, torch.Tensor]) -> None:
     stored[KERNEL].zero_()
     stored[KERNEL][:, 0] = 1
     stored[PROJECTION].zero_()
+
+
+def _beside_shards(folder: Path) -> None:
+    """The one file that the shards were made of stays."""
+    whole = (folder / "model.safetensors").read_bytes()
+    shard(folder)
+    (folder / "model.safetensors").write_bytes(whole)
 
 
 SILENT_FAULTS = (
@@ -266,6 +273,11 @@ FILE_FAULTS = (
         plant=sharded(lambda listed, _: listed.update({"fc.weight": "../other.safetensors"})),
         also=("weights-file", "second-weights"),
     ),
+    Fault(
+        what="one file beside the shards",
+        check="second-weights",
+        plant=_beside_shards,
+    ),
     Fault(what="old weights beside the new", check="second-weights", plant=file("pytorch_model.bin", b"old")),
     Fault(what="a program in the folder", check="code-files", plant=file("modeling.py", b"pass")),
     Fault(what="no config.json", check="config-json", plant=file("config.json", None)),
@@ -341,14 +353,14 @@ SHAPE_FAULTS = (
     Fault(
         what="more candidates than llama.cpp takes",
         check="selector-lattice",
-        plant=config(dflash_config__selector_top_k=6),
+        plant=config(dflash_config__selector_top_k=8),
     ),
     Fault(what="no epsilon", check="norm-eps", plant=config(rms_norm_eps=...)),
     Fault(what="an output scale of 0", check="output-scale", plant=config(dflash_config__output_multiplier=0)),
     Fault(
         what="a negative soft cap", check="output-scale", plant=config(dflash_config__final_logit_softcapping=-20.0)
     ),
-    Fault(what="another hidden size of the target", check="same-size-keys", plant=config(target_hidden_size=64)),
+    Fault(what="another hidden size of the target", check="same-size-keys", plant=config(target_hidden_size=2 * HIDDEN)),
     Fault(what="a smaller draft vocabulary", check="same-size-keys", plant=config(draft_vocab_size=32)),
     Fault(
         what="a block of the anchor alone",
@@ -412,7 +424,7 @@ TARGET_FAULTS = (
         what="another target", check="target-sizes", plant=config(), target=TinyTarget(sizes={"num_layers": 48})
     ),
     Fault(
-        what="another vocabulary", check="target-sizes", plant=config(), target=TinyTarget(sizes={"vocab_size": 128})
+        what="another vocabulary", check="target-sizes", plant=config(), target=TinyTarget(sizes={"vocab_size": 2 * VOCAB})
     ),
     Fault(
         what="a target with fewer layers than taps",
@@ -425,14 +437,14 @@ TARGET_FAULTS = (
         what="positions that end before the target's",
         check="positions",
         plant=config(),
-        target=TinyTarget(sizes={"max_position_embeddings": 256}),
+        target=TinyTarget(sizes={"max_position_embeddings": 512}),
     ),
     Fault(what="a mask token that ends replies", check="mask-id-ends", plant=config(), target=TinyTarget(eos=(1, MASK_ID))),
     Fault(
         what="a mask token that text is made of",
         check="mask-id-text",
         plant=config(),
-        target=TinyTarget(ordinary=96, special={}),
+        target=TinyTarget(ordinary=VOCAB, special={}),
     ),
     Fault(
         what="a mask token that the chat template writes",
@@ -491,6 +503,12 @@ RECORD_FAULTS = (
         plant=file("notes.txt", b"mine"),
         keep_record=True,
     ),
+    Fault(
+        what="a record edited after export",
+        check="record-self",
+        plant=record(time_utc="2020-01-01"),
+        keep_record=True,
+    ),
     Fault(what="a damaged record", check="record-damaged", plant=file("run.json", b"{"), keep_record=True),
     Fault(what="no record", check="record-missing", plant=file("run.json", None), keep_record=True),
 )
@@ -526,7 +544,7 @@ def main() -> int:
     missed = 0
     sys.stdout.write("| | fault | check | severity | touches | what the doctor says |\n|---|---|---|---|---|---|\n")
     with tempfile.TemporaryDirectory() as root:
-        clean = {name: family.export(Path(root) / name) for name, family in FAMILIES.items()}
+        clean = {name: export_family(name, Path(root) / name) for name in EXPERIMENTS}
         for number, fault in enumerate(FAULTS, 1):
             findings, folder = found_in(clean[fault.family], Path(root) / f"fault{number}", fault)
             finding = next((finding for finding in findings if finding.check == fault.check), None)

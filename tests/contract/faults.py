@@ -13,11 +13,13 @@ from torch import Tensor
 
 from dflash2_train.config import TargetConfig
 from dflash2_train.export.doctor.target_facts import TargetFacts
-from dflash2_train.provenance import sha256_file
+from dflash2_train.export.record import SELF
+from dflash2_train.provenance import sha256_file, sha256_json
 from tests.cases import edit_json
+from tests.families import HIDDEN, VOCAB
 
-Plant = Callable[[Path], None]
-HIDDEN, VOCAB, MASK_ID = 32, 96, 95
+Plant = Callable[[Path], object]
+MASK_ID = VOCAB - 1
 WEIGHTS = "model.safetensors"
 
 
@@ -39,6 +41,11 @@ class Fault:
 def config(**changes: object) -> Plant:
     """Edit ``config.json``; see ``edit_json``."""
     return lambda folder: edit_json(folder / "config.json", **changes)
+
+
+def record(**changes: object) -> Plant:
+    """Edit ``run.json``; see ``edit_json``."""
+    return lambda folder: edit_json(folder / "run.json", **changes)
 
 
 def tensors(edit: Callable[[dict[str, Tensor]], object]) -> Plant:
@@ -134,6 +141,7 @@ def reseal(folder: Path) -> None:
     record = json.loads((folder / "run.json").read_text())
     for name in record["files"]:
         record["files"][name] = sha256_file(folder / name)
+    record[SELF] = sha256_json({key: value for key, value in record.items() if key != SELF})
     (folder / "run.json").write_text(json.dumps(record))
 
 
@@ -142,8 +150,8 @@ class TinyTarget:
     """A target's folder as the checks read it: tokenizer files and an embedding."""
 
     sizes: dict[str, int] = field(default_factory=dict)
-    ordinary: int = 94  # ids from 0 on that text is made of
-    special: dict[int, str] = field(default_factory=lambda: {94: "<|end|>", 95: "<|reserved|>"})
+    ordinary: int = VOCAB - 2  # ids from 0 on that text is made of
+    special: dict[int, str] = field(default_factory=lambda: {VOCAB - 2: "<|end|>", MASK_ID: "<|reserved|>"})
     template: str = "{{ bos }}<|end|>"
     tokenizer_config: dict[str, object] = field(default_factory=dict)
     eos: tuple[int, ...] = (1, 2)

@@ -8,31 +8,32 @@ import pytest
 
 from dflash2_train.export.doctor.examine import examine
 from dflash2_train.export.doctor.opened import DRAFTER_CHECKS
-from dflash2_train.export.doctor.serve import proposals_finding
 from dflash2_train.export.doctor.target_facts import TargetFacts
 from dflash2_train.export.hf import load_drafter
 from tests.cases import make_target_info
-from tests.contract.drafter_families import FAMILIES
+from tests.contract.drafter_families import export_family, tiny_family
 from tests.contract.fault_table import FAULTS, found_in
 from tests.contract.faults import Fault, shard
+from tests.families import EXPERIMENTS
 
 OUTSIDE_THE_REGISTRY = {"config-json", "proposals"}
 
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """An export of each family for the whole module; tests edit copies."""
-    return {name: family.export(tmp_path_factory.mktemp(name)) for name, family in FAMILIES.items()}
+    """An export of each experiment for the whole module; tests edit copies."""
+    return {name: export_family(name, tmp_path_factory.mktemp(name)) for name in EXPERIMENTS}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_clean_export_of_every_experiment_has_no_finding(name: str, clean: dict[str, Path], tmp_path: Path) -> None:
-    family = FAMILIES[name]
-    target = TargetFacts.of(make_target_info(family.config(tmp_path)))
-    examination = examine(clean[name], target=target)
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_a_clean_export_of_every_experiment_has_no_finding(
+    experiment: str, clean: dict[str, Path], tmp_path: Path
+) -> None:
+    config = tiny_family(experiment, tmp_path)
+    examination = examine(clean[experiment], target=TargetFacts.of(make_target_info(config)))
     assert examination.findings == []
     assert examination.subject is not None
-    assert proposals_finding(examination.subject.block_size, family.proposals) is None
+    assert examination.subject.num_proposals == config.export.resolved_num_proposals(config.drafter)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.check}: {fault.what}")

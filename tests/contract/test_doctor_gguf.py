@@ -14,17 +14,18 @@ from dflash2_train.export.doctor.gguf_checks import examine_gguf
 from dflash2_train.export.doctor.gguf_file import GGUF_CHECKS
 from dflash2_train.export.doctor.target_facts import TargetFacts
 from tests.cases import make_target_info
-from tests.contract.drafter_families import FAMILIES
+from tests.contract.drafter_families import export_family, tiny_family
 from tests.contract.tiny_gguf import Edit, GgufFault, Parts, gguf_parts, write_gguf
+from tests.families import EXPERIMENTS, HIDDEN, VOCAB
 
 pytest.importorskip("gguf")
 BASE, PROJECTION = "blk.0.attn_conv_base", "blk.0.attn_conv_proj.weight"
-COUNTS = {"smollm2": 36, "glm53_flash": 126, "glm53_flash_swa": 81, "glm53": 81, "qwen3_8b": 81}
+SWA = "glm53_flash_swa"
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: family.export(tmp_path_factory.mktemp(name)) for name, family in FAMILIES.items()}
+    return {name: export_family(name, tmp_path_factory.mktemp(name)) for name in EXPERIMENTS}
 
 
 def key(**changes: object) -> Edit:
@@ -61,8 +62,8 @@ def old_architecture(parts: Parts) -> None:
 
 
 def own_embedding(parts: Parts) -> None:
-    table = np.random.default_rng(0).standard_normal((96, 32)).astype(np.float16)
-    table[95] = 0
+    table = np.random.default_rng(0).standard_normal((VOCAB, HIDDEN)).astype(np.float16)
+    table[VOCAB - 1] = 0
     parts.tensors["token_embd.weight"] = table
 
 
@@ -70,7 +71,7 @@ FAULTS = (
     GgufFault(what="the target's own file", check="gguf-architecture", edit=old_architecture),
     GgufFault(what="no head size", check="gguf-keys", edit=key(attention__value_length=None)),
     GgufFault(what="no rotary base", check="gguf-keys", edit=key(rope__freq_base=None)),
-    GgufFault(what="a key of the old converter", check="gguf-old-converter", edit=key(mask_token_id=95)),
+    GgufFault(what="a key of the old converter", check="gguf-old-converter", edit=key(mask_token_id=5)),
     GgufFault(what="no block size", check="gguf-second-keys", edit=key(block_size=None)),
     GgufFault(what="no selector width", check="gguf-second-keys", edit=key(selector_top_k=None)),
     GgufFault(what="no layers of the target", check="gguf-target-layers", edit=key(target_layers=None)),
@@ -81,11 +82,11 @@ FAULTS = (
     GgufFault(what="a pattern too short", check="gguf-window", edit=key(attention__sliding_window_pattern=[True])),
     GgufFault(what="a window below the block", check="gguf-window", edit=key(attention__sliding_window=7)),
     GgufFault(what="scaled embeddings", check="gguf-embedding-scale", edit=key(embedding_scale=2.0)),
-    GgufFault(what="too many candidates", check="gguf-lattice", edit=key(selector_top_k=6)),
+    GgufFault(what="too many candidates", check="gguf-lattice", edit=key(selector_top_k=8)),
     GgufFault(what="no tokenizer", check="gguf-tokenizer", edit=key(tokenizer__ggml__tokens=None)),
     GgufFault(what="another tokenizer", check="gguf-tokenizer", edit=key(tokenizer__ggml__tokens=["a", "b"])),
     GgufFault(what="no mask token", check="gguf-mask-id", edit=key(tokenizer__ggml__mask_token_id=None)),
-    GgufFault(what="a mask token beyond the table", check="gguf-mask-id", edit=key(tokenizer__ggml__mask_token_id=96)),
+    GgufFault(what="a mask token beyond the table", check="gguf-mask-id", edit=key(tokenizer__ggml__mask_token_id=VOCAB)),
     GgufFault(what="a tensor left out", check="gguf-tensors-missing", edit=tensor("blk.1.ffn_up.weight", None)),
     GgufFault(what="an unknown tensor", check="gguf-tensors-unknown", edit=tensor("mask", np.ones(4, np.float32))),
     GgufFault(
@@ -118,12 +119,18 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_clean_gguf_of_every_experiment_has_no_finding(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    parts = gguf_parts(folders[name])
-    assert len(parts.tensors) == COUNTS[name]
-    target = TargetFacts.of(make_target_info(FAMILIES[name].config(tmp_path)))
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_a_clean_gguf_of_every_experiment_has_no_finding(
+    experiment: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    parts = gguf_parts(folders[experiment])
+    assert len(parts.tensors) == 6 + 15 * parts.keys["block_count"]
+    target = TargetFacts.of(make_target_info(tiny_family(experiment, tmp_path)))
     assert examine_gguf(write_gguf(tmp_path / "drafter.gguf", parts), target=target).findings == []
+
+
+def test_the_five_layer_drafter_has_81_tensors(folders: dict[str, Path]) -> None:
+    assert len(gguf_parts(folders[SWA]).tensors) == 81
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -131,7 +138,7 @@ def test_a_clean_gguf_of_every_experiment_has_no_finding(name: str, folders: dic
 def test_a_planted_fault_is_found_by_its_check_and_by_no_other(
     fault: GgufFault, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    parts = gguf_parts(folders["glm53_flash_swa"])
+    parts = gguf_parts(folders[SWA])
     fault.edit(parts)
     path = write_gguf(tmp_path / "drafter.gguf", parts)
     fault.spoil(path)
@@ -140,9 +147,9 @@ def test_a_planted_fault_is_found_by_its_check_and_by_no_other(
 
 
 def test_another_target_is_found(folders: dict[str, Path], tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "drafter.gguf", gguf_parts(folders["glm53_flash_swa"]))
-    config = FAMILIES["glm53_flash_swa"].config(tmp_path)
-    config.target.num_layers, config.target.vocab_size = 40, 128
+    path = write_gguf(tmp_path / "drafter.gguf", gguf_parts(folders[SWA]))
+    config = tiny_family(SWA, tmp_path)
+    config.target.num_layers, config.target.vocab_size = 40, 2 * VOCAB
     findings = examine_gguf(path, target=TargetFacts.of(make_target_info(config))).findings
     assert [finding.check for finding in findings] == ["gguf-target"] * 2
 
@@ -154,7 +161,7 @@ def test_every_check_has_a_planted_fault() -> None:
 def test_the_command_takes_a_gguf_and_shows_llama_cpps_view(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_gguf(tmp_path / "my drafter.gguf", gguf_parts(folders["glm53_flash_swa"]))
+    path = write_gguf(tmp_path / "my drafter.gguf", gguf_parts(folders[SWA]))
     assert dispatch(["doctor", str(path), "--serve", "llama.cpp", "--json"]) == 0
     view = json.loads(capsys.readouterr().out)["serve"]
     assert view["server"] == "llama.cpp"

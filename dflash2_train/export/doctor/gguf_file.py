@@ -27,6 +27,7 @@ SIZES = (
 )
 # What a cut or foreign file makes gguf's reader raise: it indexes arrays that came out shorter than promised.
 UNREADABLE = (ValueError, IndexError, KeyError, TypeError, OSError)
+# A second description of the names, on purpose: a check that asked the writer's own table would pass its mistakes.
 GLOBAL_NAMES = {
     "fc.weight": "fc.weight",
     "hidden_norm.weight": "enc.output_norm.weight",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dflash2_train.export.doctor.findings import READERS, RUNNER, VLLM, WARNING
 from dflash2_train.export.doctor.opened import DRAFTER_CHECKS, OpenedDrafter
-from dflash2_train.export.payload import MASK, MIN_MASK_NORM, TOOL
+from dflash2_train.export.payload import MASK, MIN_MASK_NORM
 
 check = DRAFTER_CHECKS.check
 FLAT = 1e-3  # spread against the largest value, below which all elements count as equal
@@ -17,9 +17,7 @@ FLAT = 1e-3  # spread against the largest value, below which all elements count 
 
 def recorded_mask(drafter: OpenedDrafter) -> bool:
     """Whether the drafter's own record says that it was exported with a mask vector."""
-    record = drafter.record or {}
-    files = record.get("files")
-    return record.get("tool") == TOOL and isinstance(files, dict) and MASK in files
+    return "mask_embedding_norm" in drafter.recorded_export
 
 
 def usable_vector(drafter: OpenedDrafter) -> Tensor | None:

@@ -17,7 +17,7 @@ from dflash2_train.export.doctor.findings import Registry
 from dflash2_train.export.doctor.mask_file import MaskFile, read_mask_file
 from dflash2_train.export.doctor.target_facts import TargetFacts
 from dflash2_train.export.doctor.weights import Weights
-from dflash2_train.export.payload import MASK, RECORD, read_json
+from dflash2_train.export.payload import MASK, RECORD, TOOL, read_json
 from dflash2_train.model.drafter_config import ARCHITECTURE, DrafterShape
 
 FIRST_ARCHITECTURE = "DFlashDraftModel"  # the method's first version: no convolution, no selector
@@ -140,6 +140,12 @@ class OpenedDrafter:
         return whole(self.either("block_size"))
 
     @property
+    def num_proposals(self) -> int | None:
+        """Tokens that servers are to propose: as its record says, else all slots but the anchor."""
+        recorded = whole(self.recorded_export.get("num_proposals"))
+        return recorded if recorded is not None or self.block_size is None else self.block_size - 1
+
+    @property
     def mask_token_id(self) -> int | None:
         """The id whose embedding stands in the slots to be drafted."""
         return whole(self.either("mask_token_id"))
@@ -180,6 +186,13 @@ class OpenedDrafter:
             return read_json(self.folder / RECORD)
         except ValueError:
             return None
+
+    @property
+    def recorded_export(self) -> dict[str, Any]:
+        """How this project exported it, as ``run.json`` says; empty for anyone else's drafter."""
+        record = self.record or {}
+        settings = record.get("export") if record.get("tool") == TOOL else None
+        return settings if isinstance(settings, dict) else {}
 
 
 DRAFTER_CHECKS: Registry[OpenedDrafter] = Registry()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -10,11 +9,12 @@ from typing import Any
 
 from dflash2_train.export.doctor.findings import READERS, WARNING
 from dflash2_train.export.doctor.opened import DRAFTER_CHECKS, OpenedDrafter
-from dflash2_train.export.payload import PROVENANCE, RECORD, TOOL, read_json
+from dflash2_train.export.payload import PROVENANCE, PULLED, RECORD, TOOL, read_json
+from dflash2_train.export.provenance_text import listed_hashes
+from dflash2_train.export.record import self_hash_holds
 from dflash2_train.provenance import sha256_file
 
 check = DRAFTER_CHECKS.check
-HASH_LINE = re.compile(r"^\s*([0-9a-f]{64})\s+(\S+)\s*$", re.MULTILINE)
 # config.json -> drafter.* of the experiment, both as lists, numbers or text
 TRAINED = {
     "target_layer_ids": "target_layer_ids",
@@ -52,7 +52,8 @@ def _listed(drafter: OpenedDrafter) -> dict[str, str]:
 
 
 def _present(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.iterdir() if path.is_file()}
+    """Names of the folder's files; the note of a pull is no part of the drafter."""
+    return {path.name for path in folder.iterdir() if path.is_file()} - {PULLED}
 
 
 @check(
@@ -88,6 +89,18 @@ def _damaged(drafter: OpenedDrafter) -> Iterator[str]:
 
 
 @check(
+    "record-self",
+    group="record",
+    rule=f"{RECORD} has the sha256 that it gives of itself",
+    servers=(),
+    next_step="Fetch the drafter again: what the record says of its training was edited",
+)
+def _self(drafter: OpenedDrafter) -> Iterator[str]:
+    if drafter.record is not None and not self_hash_holds(drafter.record):
+        yield f"{RECORD} changed after it was written"
+
+
+@check(
     "record-file-missing",
     group="record",
     rule=f"every file in {RECORD} is there",
@@ -96,7 +109,8 @@ def _damaged(drafter: OpenedDrafter) -> Iterator[str]:
 )
 def _file_missing(drafter: OpenedDrafter) -> Iterator[str]:
     if drafter.folder is not None:
-        yield from (f"{name} is listed in {RECORD} but missing" for name in sorted(_listed(drafter).keys() - _present(drafter.folder)))
+        missing = sorted(_listed(drafter).keys() - _present(drafter.folder))
+        yield from (f"{name} is listed in {RECORD} but missing" for name in missing)
 
 
 @check(
@@ -141,7 +155,7 @@ def _provenance(drafter: OpenedDrafter) -> Iterator[str]:
         return
     text = (drafter.folder / PROVENANCE).read_text(encoding="utf-8", errors="replace")
     present = _present(drafter.folder)
-    for digest, name in HASH_LINE.findall(text):
+    for name, digest in listed_hashes(text).items():
         if name in present and _sha256(drafter.folder / name) != digest:
             yield f"{name} is not the file that {PROVENANCE} speaks of"
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dflash2_train.export.card import serving_commands
 from dflash2_train.export.doctor.findings import ERROR, LLAMA_CPP, SERVERS, SGLANG, VLLM, Finding
-from dflash2_train.export.doctor.tensor_checks import OWN_TABLES
 from dflash2_train.export.payload import MASK
+from dflash2_train.export.serving import serving_commands
+from dflash2_train.export.weight_files import TABLES
 
 if TYPE_CHECKING:
     from dflash2_train.export.doctor.gguf_file import OpenedGguf
@@ -66,7 +66,7 @@ def serving_view(
         findings: of the examination; those that touch the server are among its pitfalls.
         name: of the drafter, for the command.
         target: of the target, for the command.
-        proposals: N; None is W - 1.
+        proposals: N; None is what the drafter's record says, else W - 1.
 
     Returns:
         None where the configuration has no block size, so that no command fits.
@@ -74,7 +74,7 @@ def serving_view(
     width = drafter.block_size
     if width is None or width < 2:
         return None
-    count = width - 1 if proposals is None else proposals
+    count = (drafter.num_proposals or width - 1) if proposals is None else proposals
     touching = [f"{finding.message} [{finding.check}]" for finding in findings if server in finding.servers]
     return ServingView(
         server=server,
@@ -85,7 +85,7 @@ def serving_view(
 
 
 def _count_pitfall(width: int, count: int) -> Iterator[str]:
-    if count < width - 1:
+    if 0 < count < width - 1:
         yield (
             f"{count} proposals from a drafter of blocks of {width}: the block has {count + 1} slots instead of {width}, "
             "and slots see fewer neighbours than a full block has"
@@ -125,7 +125,7 @@ def _common(drafter: OpenedDrafter, server: str) -> Iterator[Read]:
 
 
 def _own_tables(drafter: OpenedDrafter) -> str:
-    return ", ".join(name for name in OWN_TABLES if name in drafter.weights.tensors)
+    return ", ".join(name for name in TABLES if name in drafter.weights.tensors)
 
 
 def _vllm_reads(drafter: OpenedDrafter, count: int) -> Iterator[Read]:

@@ -11,8 +11,8 @@ from dflash2_train.config import UserError
 from dflash2_train.export.doctor.findings import LLAMA_CPP, READERS, REFERENCE, SERVERS, SGLANG, VLLM, WARNING
 from dflash2_train.export.doctor.mask_checks import usable_vector
 from dflash2_train.export.doctor.opened import DRAFTER_CHECKS, OpenedDrafter, whole
-from dflash2_train.export.doctor.tensor_checks import OWN_TABLES
 from dflash2_train.export.payload import MASK, PLAIN_DTYPES
+from dflash2_train.export.weight_files import TABLES
 
 check = DRAFTER_CHECKS.check
 DEAD_ROW = 1e-3  # of the median norm of the table's rows
@@ -172,7 +172,7 @@ def _mask_row(drafter: OpenedDrafter) -> Iterator[str]:
 )
 def _own_tables_same(drafter: OpenedDrafter) -> Iterator[str]:
     tensors = drafter.target.tensors if drafter.target else None
-    for name in OWN_TABLES:
+    for name in TABLES:
         stored = drafter.weights.tensors.get(name)
         theirs = next((full for full in (tensors.names if tensors else []) if full.endswith(name)), None)
         if tensors is None or theirs is None or stored is None or stored.dtype not in PLAIN_DTYPES:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dflash2_train.export.doctor.findings import LLAMA_CPP, READERS, REFERENCE, RUNNER, SGLANG, VLLM, WARNING
 from dflash2_train.export.doctor.opened import DRAFTER_CHECKS, OpenedDrafter
 from dflash2_train.export.payload import PLAIN_DTYPES
+from dflash2_train.export.weight_files import TABLES
 
 check = DRAFTER_CHECKS.check
 CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
-OWN_TABLES = ("embed_tokens.weight", "lm_head.weight")
 NEAR_ZERO = 1e-8  # below it a whole tensor counts as zero
 # What a drafter starts as zero, and what reads as "adds nothing" rather than as lost.
 MAY_BE_ZERO = ("kernel_projection.weight", "candidate_selector.")
@@ -20,7 +20,7 @@ LISTED = 8  # more than so many tensors with one fault make one finding
 
 def _plain(name: str) -> bool:
     """Whether the name is judged by the rule about missing and unknown tensors, and by no other."""
-    own = name in OWN_TABLES or name.startswith(("model.", "mask_"))
+    own = name in TABLES or name.startswith(("model.", "mask_"))
     return not (own or any(part in name for part in MAPPED) or name.removesuffix(".weight") in CODEBOOKS)
 
 
@@ -137,7 +137,11 @@ def _vocabulary_map(drafter: OpenedDrafter) -> Iterator[str]:
     next_step="Leave them out unless they were trained: vLLM and llama.cpp use them, the others take the target's",
 )
 def _own_tables(drafter: OpenedDrafter) -> Iterator[str]:
-    yield from (f"{name} is the drafter's own" for name in OWN_TABLES if name in drafter.weights.tensors)
+    meant = drafter.recorded_export.get("tables")  # names without .weight, put in on purpose by this project's export
+    for name in TABLES:
+        asked_for = isinstance(meant, list) and name.removesuffix(".weight") in meant
+        if name in drafter.weights.tensors and not asked_for:
+            yield f"{name} is the drafter's own"
 
 
 @check(
@@ -151,7 +155,7 @@ def _shapes(drafter: OpenedDrafter) -> Iterator[str]:
     expected = dict(drafter.expected_tensors or {})
     vocab, hidden = drafter.top("vocab_size"), drafter.top("hidden_size")
     if vocab and hidden:
-        expected |= dict.fromkeys(OWN_TABLES, (vocab, hidden))
+        expected |= dict.fromkeys(TABLES, (vocab, hidden))
     for name in sorted(expected.keys() & drafter.weights.tensors.keys()):
         shape = drafter.weights.tensors[name].shape
         if shape != expected[name]:
@@ -211,7 +215,7 @@ def _stated_type(drafter: OpenedDrafter) -> Iterator[str]:
     next_step="Export from an earlier checkpoint",
 )
 def _finite(drafter: OpenedDrafter) -> Iterator[str]:
-    names = [*_as_expected(drafter), *(name for name in OWN_TABLES if name in drafter.weights.tensors)]
+    names = [*_as_expected(drafter), *(name for name in TABLES if name in drafter.weights.tensors)]
     yield from (f"{name} holds values that are not finite" for name in names if not drafter.weights.figures(name).finite)
 
 

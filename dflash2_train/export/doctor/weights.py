@@ -12,8 +12,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dflash2_train.export.payload import WEIGHTS, read_header
+from dflash2_train.export.weight_files import INDEX
 
-INDEX = "model.safetensors.index.json"
 PIECE_ELEMENTS = 1 << 23  # 32 MiB as float32
 
 

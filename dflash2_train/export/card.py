@@ -110,8 +110,17 @@ def _architecture(published: Mapping[str, Any], record: Mapping[str, Any]) -> Fa
         ("convolution", kernel),
         ("selector", f"top {nested['selector_top_k']}, rank {nested['selector_rank']}"),
         ("positions", f"up to {published['max_position_embeddings']:,}, rope theta {rope.get('rope_theta')}"),
-        ("embedding and head", "the target's; not in this folder"),
+        ("embedding and head", _tables(record)),
     )
+
+
+def _tables(record: Mapping[str, Any]) -> str:
+    """Whose embedding and head the drafter works with."""
+    tables = dig(record, "export", "tables")
+    if not tables:
+        return "the target's; not in this folder"
+    folded = ", the trained vector in the mask token's row" if dig(record, "export", "mask_folded") else ""
+    return f"the target's; copies in this folder: {', '.join(tables)}{folded}"
 
 
 def loss_text(config: Mapping[str, Any]) -> str | None:
@@ -252,7 +261,13 @@ def card_text(published: Mapping[str, Any], record: Mapping[str, Any], hashes: M
             "",
         ],
         ["## Architecture", "", *table(("", ""), _architecture(published, record))],
-        serving_lines(published, target["hub_id"] or target["name"], record.get("repo_id") or THIS_FOLDER),
+        serving_lines(
+            published,
+            target["hub_id"] or target["name"],
+            record.get("repo_id") or THIS_FOLDER,
+            num_proposals=dig(record, "export", "num_proposals"),
+            mask_folded=bool(dig(record, "export", "mask_folded")),
+        ),
         evaluation_lines(record, published),
         ["## Training", "", *table(("", ""), _training(record))],
         ["### Prompts", "", *table(("source", "licence", "prompts", "terms"), prompt_rows(record, "train"))],

@@ -65,6 +65,9 @@ def write_papers(
         "target": target_record(config, target_info),
         "export": {
             "dtype": dtype,
+            "num_proposals": config.export.resolved_num_proposals(config.drafter),
+            "tables": list(config.export.tables),
+            "mask_folded": config.export.fold_mask,
             "parameters": sum(math.prod(shape) for header in headers for _, shape in header.values()),
             "mask_token_id": published["dflash_config"]["mask_token_id"],
             "mask_embedding_norm": round(float(mask.float().norm()), 6),

@@ -130,7 +130,7 @@ def damage_weights(folder: Path, kind: str) -> None:
     if kind == "missing":
         del tensors["layers.0.self_attn.k_norm.weight"]
     elif kind == "unexpected":
-        tensors["lm_head.weight"] = torch.zeros(4, 4)
+        tensors["mask_hidden"] = torch.zeros(4, 4)
     elif kind == "shape":
         tensors["fc.weight"] = tensors["fc.weight"][:, :-1].contiguous()
     elif kind == "int8":
@@ -144,7 +144,7 @@ def damage_weights(folder: Path, kind: str) -> None:
     ("kind", "text"),
     [
         ("missing", r"layers\.0\.self_attn\.k_norm\.weight: missing"),
-        ("unexpected", r"lm_head\.weight: unexpected"),
+        ("unexpected", r"mask_hidden: unexpected"),
         ("shape", r"fc\.weight: shape \[32, 95\]"),
         ("int8", r"layers\.1\.mlp\.up_proj\.weight: dtype I8"),
         ("cut", r"model\.safetensors: cannot be read"),

@@ -81,8 +81,13 @@ def front_matter(record: Mapping[str, Any]) -> list[str]:
 def _hub_sources(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Training prompt sources that are data sets of the Hub; a local path was cut to ``…/name`` in the record."""
     sources = dig(run_config(record), "data", "train_prompts") or []
-    return [source for source in sources if source.get("kind") == "datasets" and source["path"].count("/") == 1
-            and not source["path"].startswith(("…", "."))]
+    return [
+        source
+        for source in sources
+        if source.get("kind") == "datasets"
+        and source["path"].count("/") == 1
+        and not source["path"].startswith(("…", "."))
+    ]
 
 
 def _architecture(published: Mapping[str, Any], record: Mapping[str, Any]) -> Facts:
@@ -223,8 +228,12 @@ def prompt_rows(record: Mapping[str, Any], split: str) -> list[tuple[str, object
         ]
     configured = dig(run_config(record), "data", "train_prompts" if split == "train" else "holdout_prompts") or []
     return [
-        (source.get("path") or f"{source['kind']} {source.get('split', '')}", source.get("license") or None, None,
-         source.get("terms") or "")
+        (
+            source.get("path") or f"{source['kind']} {source.get('split', '')}",
+            source.get("license") or None,
+            None,
+            source.get("terms") or "",
+        )
         for source in configured
     ]
 

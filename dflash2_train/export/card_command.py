@@ -1,4 +1,4 @@
-"""``dflash2-export card FOLDER --evaluation report.json …``: evaluations go into a drafter, its card is rendered again."""
+"""``dflash2-export card FOLDER --evaluation report.json …``: evaluations go into a drafter, its card is made anew."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="dflash2-export card", description="Add evaluations to an exported drafter and render its card again."
     )
-    parser.add_argument("folder", type=Path, help="exported drafter; README.md, PROVENANCE.txt and run.json are renewed")
+    parser.add_argument(
+        "folder", type=Path, help="exported drafter; README.md, PROVENANCE.txt and run.json are renewed"
+    )
     parser.add_argument(
         "--evaluation", type=Path, nargs="+", default=[], metavar="REPORT", help="report.json files of dflash2-eval"
     )

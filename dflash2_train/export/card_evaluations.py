@@ -87,7 +87,7 @@ def _pass_table(passes: Sequence[Entry]) -> list[str]:
             NOT_MEASURED if temperature is None else f"{temperature:g}",
             part["concurrency"],
             f"{part['prompts']:,}",
-            f"{_length(part['acceptance_length_pooled'])} ({part['committed']:,} committed / {part['rounds']:,} rounds)",
+            f"{_length(part['acceptance_length_pooled'])} ({part['committed']:,} / {part['rounds']:,} rounds)",
             _length(part["acceptance_length_per_request"]),
             f"{_percent(part['accepted'], part['proposed'])} ({part['accepted']:,} of {part['proposed']:,})",
             NOT_MEASURED if speed is None else f"{speed:,.1f}",
@@ -116,7 +116,10 @@ def notes(entry: Entry, record: Entry, published: Entry) -> list[str]:
     """What a reader must know to take the numbers for no more than they are."""
     protocol = entry["protocol"]
     limit = protocol["max_new_tokens"]
-    found = [*_method_notes(entry), f"At most {'an unrecorded number of' if limit is None else limit} new tokens a prompt."]
+    found = [
+        *_method_notes(entry),
+        f"At most {'an unrecorded number of' if limit is None else limit} new tokens a prompt.",
+    ]
     trained = published["dflash_config"]["block_size"] - 1
     if protocol["num_drafted"] != trained:
         found.append(f"{protocol['num_drafted']} tokens were drafted a round; the drafter was trained for {trained}.")
@@ -139,8 +142,8 @@ def _method_notes(entry: Entry) -> list[str]:
     protocol = entry["protocol"]
     if entry["measured_with"] == "runner":
         return [
-            f"Decoded in {protocol.get('dtype')} on {protocol.get('device')}, {protocol.get('concurrency')} prompt at a "
-            "time, held-out prompts: acceptance is what it says, tokens/s is no server's."
+            f"Decoded in {protocol.get('dtype')} on {protocol.get('device')}, {protocol.get('concurrency')} prompt at "
+            "a time, held-out prompts: acceptance is what it says, tokens/s is no server's."
         ]
     return [
         "The server does not tell which drafter it loaded; the hash in the report is that of the export it was "
@@ -163,7 +166,9 @@ def _outcome_notes(entry: Entry) -> list[str]:
         slower = " Slower than plain decoding on this machine." if entry["speedup"] < 1 else ""
         found.append(f"Speed-up over plain decoding there: {entry['speedup']:.2f}x.{slower}")
     if entry["time_utc"]:
-        found.append(f"Measured {entry['time_utc']}" + (f" from {_machine(entry['machine'])}." if entry["machine"] else "."))
+        found.append(
+            f"Measured {entry['time_utc']}" + (f" from {_machine(entry['machine'])}." if entry["machine"] else ".")
+        )
     return found
 
 

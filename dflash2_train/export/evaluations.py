@@ -75,7 +75,7 @@ def refuse_other_drafter(report: Mapping[str, Any], path: Path, hashes: Mapping[
         measured = {WEIGHTS: measured}
     if not isinstance(measured, dict) or not measured:
         raise EvaluationError(
-            f"{path}: does not say which drafter it measured (protocol.drafter_sha256), so it is not taken into a card. "
+            f"{path}: does not say which drafter it measured (protocol.drafter_sha256), so no card takes it. "
             "Run dflash2-eval on this folder: eval.drafter=FOLDER."
         )
     other = [name for name, digest in sorted(measured.items()) if hashes.get(name) != digest]

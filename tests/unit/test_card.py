@@ -108,9 +108,11 @@ def test_an_added_evaluation_is_shown_with_counts_positions_and_limits(folder: P
     assert dispatch(["card", str(folder), "--evaluation", str(report)]) == 0
     card = card_of(folder)
     assert "| built-in runner | 2.667 (greedy, 1 in flight) |" in card  # (0 + 3 + 2 accepted + 3 rounds) / 3
-    assert "2.667 (16 committed / 6 rounds) | 2.667 | 55.6% (10 of 18)" in card
+    assert "2.667 (16 / 6 rounds) | 2.667 | 55.6% (10 of 18)" in card
     assert "of all rounds | 1 | 2 | 3 |\n|---|---|---|---|\n| greedy, 1 in flight | 66.7% | 66.7% | 33.3% |" in card
-    assert "given all before it | 1 | 2 | 3 |\n|---|---|---|---|\n| greedy, 1 in flight | 66.7% | 100.0% | 50.0% |" in card
+    assert (
+        "given all before it | 1 | 2 | 3 |\n|---|---|---|---|\n| greedy, 1 in flight | 66.7% | 100.0% | 50.0% |" in card
+    )
     assert "Only 2 prompts" in card
     assert "equal to plain decoding on 2 of 2 prompts" in card
     assert "Nothing has been measured" not in card
@@ -162,7 +164,7 @@ def test_a_served_run_stands_beside_the_runners_by_task_and_concurrency(folder: 
     card = card_of(folder)
     assert "| served by vLLM | 2.500 (gsm8k, 8 in flight), 2.500 (gsm8k / hard, 32 in flight) |" in card
     assert "### Served by vLLM: vllm 0.32.0, 4x B300" in card
-    assert "| gsm8k | 0 | 8 | 128 | 2.500 (250 committed / 100 rounds) | 3.000 | 50.0% (150 of 300) | 500.0 |" in card
+    assert "| gsm8k | 0 | 8 | 128 | 2.500 (250 / 100 rounds) | 3.000 | 50.0% (150 of 300) | 500.0 |" in card
     assert "| gsm8k, 8 in flight | 80.0% | 50.0% | 20.0% |" in card
     assert "| gsm8k, 8 in flight | 80.0% | 62.5% | 40.0% |" in card
     assert "**4 requests failed**" in card
@@ -227,9 +229,7 @@ def test_the_same_report_is_taken_once_and_a_newer_one_of_the_same_protocol_repl
     assert len(read_record(folder)["evaluations"]) == 2
 
 
-def test_failed_equality_and_another_thinking_mode_are_not_hidden(
-    tiny_config: RunConfig, tmp_path: Path
-) -> None:
+def test_failed_equality_and_another_thinking_mode_are_not_hidden(tiny_config: RunConfig, tmp_path: Path) -> None:
     record = {**RECORD, "source": {"training": {"cache": {"enable_thinking": True}}}}
     info = make_target_info(tiny_config)
     out = export_hf(make_drafter(tiny_config), tiny_config, info, tmp_path / "out", run_record=record)

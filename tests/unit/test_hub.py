@@ -369,7 +369,9 @@ def test_a_file_that_is_not_what_was_exported_is_refused_and_nothing_is_kept(
 ) -> None:
     push_to(hub, folder)
     content = (folder / name).read_bytes()
-    edited_on_the_hub(hub, name, content.replace(b'"step": 20', b'"step": 21') if name == "run.json" else content + b" ")
+    edited_on_the_hub(
+        hub, name, content.replace(b'"step": 20', b'"step": 21') if name == "run.json" else content + b" "
+    )
     with pytest.raises(UserError, match=rf"{name} are not what run\.json"):
         pull_from(hub, folder.parent / "fetched")
     assert {path.name for path in folder.parent.iterdir()} <= {"out", "cache"}

@@ -139,7 +139,9 @@ class HubCaller:
         if status is not None:
             text = self._answer(status, code, message)
         elif is_connection_fault(fault):
-            text = f"no connection to {self.endpoint} ({type(fault).__name__}). Try again later; the same command goes on."
+            text = (
+                f"no connection to {self.endpoint} ({type(fault).__name__}). Try again later; the same command goes on."
+            )
         else:
             text = f"{fault or repr(fault)}"
         raise HubError(redacted(f"{where}: {text}", self.token)) from None
@@ -155,7 +157,7 @@ class HubCaller:
         if code == "EntryNotFound":
             return "lacks a file that was asked for, so it is no drafter that this command can take."
         known = {
-            401: f"not allowed (401) with {signed_in}. Sign in with hf auth login; a private repository looks the same.",
+            401: f"not allowed (401) with {signed_in}. Sign in with hf auth login; a private one looks the same.",
             403: f"not allowed (403) with {signed_in}. Use a token that may write there, or another repository.",
             404: f"no such repository, or a private one that this user may not see. Sent was {signed_in}.",
             429: "the Hub asks to slow down (429). Wait some minutes; the same command goes on where it stopped.",

@@ -109,7 +109,7 @@ def refuse_secrets(folder: Path, names: list[str]) -> None:
     for name in names:
         if name.endswith(TEXT_FILES) and TOKEN.search((folder / name).read_text(encoding="utf-8", errors="replace")):
             raise UserError(
-                f"{folder / name}: holds something that looks like a Hub token, so it is not pushed. Revoke that token, "
+                f"{folder / name}: holds something that looks like a Hub token, so it is not pushed. Revoke it, "
                 "take it out of the configuration, and export again."
             )
 
@@ -216,6 +216,6 @@ def _refuse_difference(plan: PushPlan, held: dict[str, Any], repo_id: str) -> No
 
 
 def git_hash(path: Path) -> str:
-    """The id that git gives a file's content: sha1 over ``blob SIZE\\0`` and the bytes."""
+    """The id that git gives a file's content: sha1 over ``blob``, its size, a zero byte, and the bytes."""
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

@@ -42,10 +42,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("folder", type=Path, help="exported drafter")
     parser.add_argument("repo_id", help="owner/name; created if missing")
-    parser.add_argument("--public", action="store_true", help="for everyone to see; without it the repository is private")
+    parser.add_argument(
+        "--public", action="store_true", help="for everyone to see; without it the repository is private"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check, list what would go, and ask nobody")
     parser.add_argument("--revision", default="main", help="branch, made if missing (default: %(default)s)")
-    parser.add_argument("--replace", action="store_true", help="remove other files of the repository in the same commit")
+    parser.add_argument(
+        "--replace", action="store_true", help="remove other files of the repository in the same commit"
+    )
     parser.add_argument("--endpoint", help="of another Hub than the usual one")
     return parser.parse_args(argv)
 

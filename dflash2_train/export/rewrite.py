@@ -17,6 +17,7 @@ from dflash2_train.export.evaluations import EvaluationError, add_evaluations, r
 from dflash2_train.export.hf import check_replaceable, replace_folder
 from dflash2_train.export.payload import RECORD
 from dflash2_train.export.record import changed_files, finish_papers, read_record
+from dflash2_train.provenance import sha256_file
 
 logger = logging.getLogger(__name__)
 REPORT = "report.json"  # of dflash2-eval in eval.output_dir
@@ -75,14 +76,18 @@ def add_found_report(config: RunConfig, folder: Path) -> list[str]:
     """Take the run's own report into the card of its export, if there is one about these very files.
 
     Returns:
-        Names of the evaluation files that were added; empty when there is no report, or one of another checkpoint.
+        Names of the evaluation files that were added; empty when there is no report, one that is in the card already,
+        or one of another checkpoint.
     """
     path = absolute(config.eval.output_dir) / REPORT
     if not path.exists():
         return []
+    record = read_record(folder)
+    if any(entry["report_sha256"] == sha256_file(path) for entry in record.get("evaluations") or []):
+        return []
     try:
         report = read_report(path)
-        refuse_other_drafter(report, path, read_record(folder)["files"])
+        refuse_other_drafter(report, path, record["files"])
     except EvaluationError as error:
         logger.info("not taken into the card: %s", error)
         return []

@@ -317,6 +317,9 @@ def test_the_runs_own_report_is_found_and_one_of_other_weights_is_passed_over(
     assert add_found_report(tiny_config, folder) == []
     report = write_report(Path(tiny_config.eval.output_dir) / "report.json", folder)
     assert len(add_found_report(tiny_config, folder)) == 1
+    stamp = (folder / "run.json").stat().st_mtime_ns
+    assert add_found_report(tiny_config, folder) == []  # known already: nothing is touched
+    assert (folder / "run.json").stat().st_mtime_ns == stamp
     edit_json(report, protocol__drafter_sha256={"model.safetensors": "0" * 64})
     before = hashes(folder)
     assert add_found_report(tiny_config, folder) == []

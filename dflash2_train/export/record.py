@@ -118,9 +118,15 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
-def changed_files(folder: Path, record: dict[str, Any]) -> list[str]:
-    """Names of the recorded files that are missing or differ, ``run.json`` itself included."""
-    found = hash_files(folder, leave_out=(RECORD,))
+def changed_files(folder: Path, record: dict[str, Any], found: dict[str, str] | None = None) -> list[str]:
+    """Names of the recorded files that are missing or differ, ``run.json`` itself included.
+
+    Args:
+        folder: of the drafter.
+        record: content of its ``run.json``.
+        found: :func:`hash_files` of it where that is known already, since weights are large.
+    """
+    found = hash_files(folder, leave_out=(RECORD,)) if found is None else found
     changed = [name for name, digest in record["files"].items() if found.get(name) != digest]
     return [*changed, *([RECORD] if not self_hash_holds(record) else [])]
 

@@ -70,14 +70,14 @@ def plan_push(folder: Path) -> PushPlan:
             something like a Hub token.
     """
     record = read_record(folder)
-    changed = changed_files(folder, record)
+    found = hash_files(folder, leave_out=())
+    changed = changed_files(folder, record, found)
     if changed:
         raise UserError(
             f"{folder}: {', '.join(changed)} changed after the export, so it is not pushed. Restore the files, or "
             f"export again; dflash2-export verify-provenance {folder} shows which."
         )
     refuse_faults(folder)
-    found = hash_files(folder, leave_out=())
     names = sorted({*record["files"], RECORD})
     refuse_secrets(folder, names)
     return PushPlan(

@@ -292,3 +292,48 @@ def test_a_folder_that_is_no_model_is_no_target(content: str, tmp_path: Path) ->
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match="--target"):
         open_target(str(tmp_path))
+
+
+ODD_VALUES = (None, True, -1, 0, 1e300, "x", [], [None], ["x", {}], {}, {"a": []})
+
+
+def test_no_content_of_the_configuration_stops_the_doctor(pristine: Path) -> None:
+    """Each key set to each odd value, and each left out: findings, never a crash."""
+    plain = json.loads((pristine / "config.json").read_text())
+    for section in ("", "dflash_config"):
+        for key in plain[section] if section else plain:
+            for value in (*ODD_VALUES, ...):
+                config = json.loads(json.dumps(plain))
+                place = config[section] if section else config
+                place[key] = value
+                if value is ...:
+                    del place[key]
+                check_config(config)
+
+
+def test_shards_of_the_export_itself_are_clean_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    config = tiny_run_config(tmp_path)
+    config.drafter.selector_top_k = 4
+    config.export.max_shard_gib = 2**-16  # 16 KiB a file
+    out = export_hf(make_drafter(config), config, make_target_info(config), tmp_path / "out", run_record=RECORD)
+    shards = sorted(out.glob("*.safetensors"))
+    assert len(shards) > 1
+    assert check_folder(out) == []
+    shards[0].unlink()
+    assert any(finding.check == "weights-file" and shards[0].name in finding.message for finding in check_folder(out))
+
+
+def test_a_table_that_was_exported_on_purpose_is_no_finding(folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    stored = load_file(folder / "model.safetensors")
+    save_file({**stored, "embed_tokens.weight": torch.randn(96, 32).bfloat16()}, folder / "model.safetensors")
+    assert "own-tables" in {finding.check for finding in check_folder(folder)}
+    edit_json(folder / "run.json", export__tables=["embed_tokens"])
+    assert "own-tables" not in {finding.check for finding in check_folder(folder)}
+
+
+def test_the_launch_command_proposes_what_the_record_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_json(folder / "run.json", export__num_proposals=2)
+    doctor(folder, "--serve", "sglang", "--json")
+    assert "--speculative-num-draft-tokens 3" in json.loads(capsys.readouterr().out)["serve"]["command"]

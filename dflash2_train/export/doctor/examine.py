@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dflash2_train.export.doctor import (  # noqa: F401 - importing them enters their checks, in this order
-    key_checks,
-    shape_checks,
+from dflash2_train.export.doctor import (
     file_checks,
-    tensor_checks,
+    key_checks,
     mask_checks,
-    target_checks,
     record_checks,
+    shape_checks,
+    target_checks,
+    tensor_checks,
 )
 from dflash2_train.export.doctor.findings import ERROR, READERS, RUNNER, WARNING, Examination, Finding, errors_first
 from dflash2_train.export.doctor.opened import DRAFTER_CHECKS, OpenedDrafter
@@ -21,6 +21,8 @@ from dflash2_train.export.payload import CONFIG, read_json
 from dflash2_train.model.drafter_config import DrafterShape
 from dflash2_train.target import TargetInfo
 
+# Importing a module enters its checks.
+CHECK_MODULES = (key_checks, shape_checks, file_checks, tensor_checks, mask_checks, target_checks, record_checks)
 FOLDER_GROUPS = ("config", "files", "tensors", "mask", "target", "record")
 CONFIG_GROUPS = ("config", "target")
 

@@ -287,9 +287,16 @@ def _untrained(gguf: OpenedGguf) -> Iterator[str]:
             yield f"{name} is zero"
         projection = name.replace("_conv_base", "_conv_proj.weight")
         if name.endswith("_conv_base") and projection in gguf.tensors and _is_zero(gguf, projection):
-            base = torch.cat([piece.reshape(-1) for piece in gguf.pieces(name)]).reshape(gguf.shape(name))
-            if base.ndim == 3 and bool((base[:, 0] == 1).all()) and not bool(base[:, 1:].any()):
+            if _is_identity(gguf, name):
                 yield f"{name} is the identity"
+
+
+def _is_identity(gguf: OpenedGguf, name: str) -> bool:
+    """Whether a base kernel [2, taps, H] is one at tap 0 and zero elsewhere."""
+    if gguf.shape(name) != (gguf.expected or {}).get(name):
+        return False
+    kernel = torch.cat([piece.reshape(-1) for piece in gguf.pieces(name)]).reshape(gguf.shape(name))
+    return bool((kernel[:, 0] == 1).all()) and not bool(kernel[:, 1:].any())
 
 
 def _is_zero(gguf: OpenedGguf, name: str) -> bool:

@@ -85,7 +85,7 @@ class OpenedGguf:
         self._figures: dict[str, Figures | None] = {}
 
     def value(self, key: str) -> Any:
-        """The value of a key, ``dflash.`` put in front unless the key starts with a section of its own; None if absent."""
+        """The value of a key, None if absent; ``dflash.`` is put in front unless the key has a section of its own."""
         full = key if key.startswith(("general.", "tokenizer.")) else f"{ARCHITECTURE}.{key}"
         field = self._reader.get_field(full)
         return None if field is None else field.contents()
@@ -98,8 +98,9 @@ class OpenedGguf:
     def target_layers(self) -> list[int]:
         """Layers of the target whose input is captured: taps plus 1. Empty where there is no such list."""
         stated = self.value("target_layers")
-        good = isinstance(stated, list) and all(whole(layer) is not None for layer in stated)
-        return stated if good else []
+        if not isinstance(stated, list) or any(whole(layer) is None for layer in stated):
+            return []
+        return list(stated)
 
     @property
     def mask_token_id(self) -> int | None:

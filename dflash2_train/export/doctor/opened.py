@@ -131,8 +131,9 @@ class OpenedDrafter:
     def taps(self) -> list[int] | None:
         """``target_layer_ids`` if it is a filled list of whole numbers."""
         stated = self.either("target_layer_ids")
-        good = isinstance(stated, list) and stated and all(whole(tap) is not None for tap in stated)
-        return stated if good else None
+        if not isinstance(stated, list) or not stated or any(whole(tap) is None for tap in stated):
+            return None
+        return list(stated)
 
     @property
     def block_size(self) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ def open_target(name: str, revision: str | None = None) -> TargetFacts:
         raw = json.loads((metadata_folder(probe) / "config.json").read_text(encoding="utf-8"))
         text: dict[str, Any] = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
         sizes = {key: int(text[stated]) for key, stated in _SIZES.items()}
-        config = TargetConfig(name=name, revision=revision, license="", **sizes)
+        config = replace(probe, **sizes)
         return TargetFacts.of(open_target_config(config), name=name, config=config)
     except ConfigError as error:
         raise UserError(str(error).replace("target.name", "--target", 1)) from error

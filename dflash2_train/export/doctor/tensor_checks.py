@@ -31,9 +31,10 @@ def _found(drafter: OpenedDrafter, name: str) -> bool:
 
 
 def _as_expected(drafter: OpenedDrafter) -> list[str]:
-    """Names of the published tensors that are there in a plain type, sorted."""
+    """Names of the published tensors that are there in a plain type and in their shape, sorted."""
     tensors, expected = drafter.weights.tensors, drafter.expected_tensors or {}
-    return sorted(name for name in tensors.keys() & expected.keys() if tensors[name].dtype in PLAIN_DTYPES)
+    there = sorted(tensors.keys() & expected.keys())
+    return [name for name in there if tensors[name].dtype in PLAIN_DTYPES and tensors[name].shape == expected[name]]
 
 
 def _brief(names: list[str]) -> str:
@@ -203,7 +204,7 @@ def _float32(drafter: OpenedDrafter) -> Iterator[str]:
 def _stated_type(drafter: OpenedDrafter) -> Iterator[str]:
     stated = drafter.config.get("dtype", drafter.config.get("torch_dtype"))
     found = {PLAIN_DTYPES.get(stored.dtype) for stored in drafter.weights.tensors.values()}
-    if stated is not None and len(found) == 1 and None not in found and stated not in found:
+    if stated is not None and len(found) == 1 and None not in found and str(stated) not in found:
         yield f"dtype={stated!r}, weights are {found.pop()}"
 
 
@@ -215,8 +216,10 @@ def _stated_type(drafter: OpenedDrafter) -> Iterator[str]:
     next_step="Export from an earlier checkpoint",
 )
 def _finite(drafter: OpenedDrafter) -> Iterator[str]:
-    names = [*_as_expected(drafter), *(name for name in TABLES if name in drafter.weights.tensors)]
-    yield from (f"{name} holds values that are not finite" for name in names if not drafter.weights.figures(name).finite)
+    weights = drafter.weights
+    for name in (*_as_expected(drafter), *(name for name in TABLES if name in weights.tensors)):
+        if not weights.figures(name).finite:
+            yield f"{name} holds values that are not finite"
 
 
 @check(
@@ -266,9 +269,7 @@ def _is_identity(drafter: OpenedDrafter, name: str) -> bool:
     """Base tap 0 is one, the others zero, and nothing depends on the input."""
     projection = name.replace("base_kernel", "kernel_projection.weight")
     weights = drafter.weights
-    if projection not in weights.tensors or len(weights.tensors[name].shape) != 3:
-        return False
-    if weights.figures(projection).largest >= NEAR_ZERO:
+    if projection not in weights.tensors or weights.figures(projection).largest >= NEAR_ZERO:
         return False
     kernel = weights.values(name)  # [2, taps, H]
     return bool((kernel[:, 0] == 1).all()) and not bool(kernel[:, 1:].any())

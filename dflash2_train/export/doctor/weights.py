@@ -119,7 +119,8 @@ class Weights:
 
     def values(self, name: str) -> Tensor:
         """The whole tensor in float32, for small ones."""
-        return torch.cat([piece.reshape(-1) for piece in self.pieces(name)]).reshape(self.tensors[name].shape)
+        parts = [torch.empty(0), *(piece.reshape(-1) for piece in self.pieces(name))]
+        return torch.cat(parts).reshape(self.tensors[name].shape)
 
     def figures(self, name: str) -> Figures:
         """One pass over the values, remembered."""

@@ -145,7 +145,8 @@ def sampling_text(record: Mapping[str, Any]) -> str | None:
     sampling = dig(record, "source", "training", "cache", "sampling") or dig(run_config(record), "data", "sampling")
     if not sampling:
         return None
-    thinking = dig(record, "source", "training", "cache", "enable_thinking")
+    recorded = dig(record, "source", "training", "cache") or dig(run_config(record), "data")
+    thinking = dig(recorded, "enable_thinking")
     mode = {True: "on", False: "off"}.get(thinking, "the template's default")  # type: ignore[call-overload]
     return (
         f"temperature {sampling['temperature']:g}, top-p {sampling['top_p']:g}, top-k {sampling['top_k'] or 'off'}, "
@@ -185,13 +186,13 @@ def _training(record: Mapping[str, Any]) -> Facts:
     capture, git = dig(training, "data", "capture"), dig(training, "git")
     rate = f"{train['lr']:g} to {train['lr'] * train['final_lr_ratio']:g}, {train.get('schedule', 'cosine')}"
     rows = dig(progress, "rows_consumed")
-    metrics = dig(training, "final_metrics") or {}
+    step, metrics = dig(record, "source", "step"), dig(training, "final_metrics") or {}
     size = capture and f"{capture['samples']:,} answers of the target, {capture['tokens']:,} tokens"
     return (
         ("captured data", size and f"{size}, {capture['supervised_tokens']:,} supervised"),
         ("answers sampled with", sampling_text(record)),
         ("loss", loss_text(config)),
-        ("steps", f"{dig(record, 'source', 'step') or train['steps']:,} of {train['steps']:,}"),
+        ("steps", step and f"{step:,} of {train['steps']:,}"),
         ("learning rate", rate),
         ("rows seen", rows and f"{rows:,} of {train['row_tokens']:,} tokens"),
         ("passes over the data", metrics.get("epoch")),
@@ -260,7 +261,12 @@ def card_text(published: Mapping[str, Any], record: Mapping[str, Any], hashes: M
             "",
         ],
         ["## Architecture", "", *table(("", ""), _architecture(published, record))],
-        serving_lines(published, target["hub_id"] or target["name"], dig(record, "export", "num_proposals")),
+        serving_lines(
+            published,
+            target["hub_id"] or target["name"],
+            record.get("repo_id") or THIS_FOLDER,
+            dig(record, "export", "num_proposals"),
+        ),
         evaluation_lines(record, published),
         ["## Training", "", *table(("", ""), _training(record))],
         ["### Prompts", "", *table(("source", "licence", "prompts", "terms"), prompt_rows(record, "train"))],

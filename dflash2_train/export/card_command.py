@@ -24,12 +24,13 @@ logger = logging.getLogger(__name__)
 REPORT = "report.json"  # of dflash2-eval in eval.output_dir
 
 
-def rewrite_papers(folder: Path, reports: list[Path]) -> list[str]:
+def rewrite_papers(folder: Path, reports: list[Path], *, repo_id: str | None = None) -> list[str]:
     """Add evaluation reports to an exported drafter and make its papers anew, all or nothing.
 
     Args:
         folder: of an exported drafter, unchanged since.
         reports: of ``dflash2-eval``; may be empty, to render with a newer version of this tool.
+        repo_id: of the Hub, for the serving commands of the card; None = as before, THIS_FOLDER at first.
 
     Returns:
         Names of the evaluation files that were added.
@@ -44,6 +45,7 @@ def rewrite_papers(folder: Path, reports: list[Path]) -> list[str]:
     try:
         shutil.copytree(folder, temporary, copy_function=_link)
         added = add_evaluations(temporary, record, reports)
+        record["repo_id"] = repo_id or record.get("repo_id")
         finish_papers(temporary, record)
         replace_folder(temporary, folder)
     finally:
@@ -98,6 +100,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--evaluation", type=Path, nargs="+", default=[], metavar="REPORT", help="report.json files of dflash2-eval"
     )
+    parser.add_argument("--repo-id", metavar="OWNER/NAME", help="name the drafter so in the serving commands")
     return parser.parse_args(argv)
 
 
@@ -105,6 +108,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the sub-command and return its exit code."""
     words = parse(argv)
     folder = absolute(str(words.folder))
-    added = rewrite_papers(folder, [absolute(str(path)) for path in words.evaluation])
+    reports = [absolute(str(path)) for path in words.evaluation]
+    added = rewrite_papers(folder, reports, repo_id=words.repo_id)
     logger.info("%s rendered anew, %d evaluations added: %s", CARD, len(added), folder / CARD)
     return 0

@@ -46,18 +46,27 @@ def server_notes(published: Mapping[str, Any]) -> dict[str, str]:
         "clamped silently.",
         "SGLang": "Does not read `mask_embedding.pt`: it embeds the target's own row of the mask token, so expect "
         f"fewer accepted tokens.{causal}",
-        "llama.cpp": "Needs this folder as GGUF, and its usual converter leaves `mask_embedding.pt` out, so expect "
+        "llama.cpp": "Needs this folder as GGUF, and the stock converter leaves `mask_embedding.pt` out, so expect "
         f"fewer accepted tokens.{window if sliding else ''}",
     }
 
 
-def serving_lines(published: Mapping[str, Any], target: str, num_proposals: int | None = None) -> list[str]:
-    """The card's section about serving, with as many drafted tokens a round; None = all that a block has."""
+def serving_lines(
+    published: Mapping[str, Any], target: str, drafter: str, num_proposals: int | None = None
+) -> list[str]:
+    """The card's section about serving.
+
+    Args:
+        published: content of ``config.json``.
+        target: Hub id or name of the target.
+        drafter: Hub id, or what stands for the folder.
+        num_proposals: drafted tokens a round; None = all that a block has.
+    """
     trained = published["dflash_config"]["block_size"]
     size = trained if num_proposals is None else num_proposals + 1
     notes = server_notes(published)
     lines = ["## Serving", ""]
-    for server, command in serving_commands(target, THIS_FOLDER, size).items():
+    for server, command in serving_commands(target, drafter, size).items():
         lines += [f"{server}:", "", "```sh", command, "```", "", notes[server], ""]
     return [
         *lines,

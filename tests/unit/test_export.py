@@ -201,24 +201,6 @@ def test_loading_refuses_a_config_that_contradicts_itself(folder: Path) -> None:
         load_drafter(folder, torch.float32)
 
 
-def test_the_card_gives_each_server_its_own_count(folder: Path) -> None:
-    card = (folder / "README.md").read_text()
-    assert '"num_speculative_tokens": 3' in card
-    assert "--speculative-num-draft-tokens 4" in card
-    assert "--spec-draft-n-max 3" in card
-    assert "Nothing has been measured" in card
-
-
-def test_the_card_shows_measurements_only_as_given(tiny_config: RunConfig, tmp_path: Path) -> None:
-    record = {**RECORD, "measured": {"acceptance length (pooled)": 2.5}}
-    out = export_hf(
-        make_drafter(tiny_config), tiny_config, make_target_info(tiny_config), tmp_path / "out", run_record=record
-    )
-    card = (out / "README.md").read_text()
-    assert "| acceptance length (pooled) | 2.5 |" in card
-    assert "Nothing has been measured" not in card
-
-
 def test_the_provenance_names_target_prompts_licences_and_commit(folder: Path) -> None:
     text = (folder / "PROVENANCE.txt").read_text()
     for part in ("tiny", "apache-2.0", "starter prompts", "commit abc", sha256_file(folder / "model.safetensors")):

@@ -68,7 +68,11 @@ def load_drafter(folder: Path, dtype: torch.dtype | str) -> Drafter:
         listed = "\n  ".join(faults)
         raise ValueError(f"{weights.paths[0]} is not a DFlash 2 drafter of its config.json:\n  {listed}")
     if tables:
-        logger.info("%s: its own %s are not used; the target's are", folder, " and ".join(tables))
+        logger.warning(
+            "%s: its own %s are not used, the target's are; where they differ, vLLM drafts otherwise",
+            folder,
+            " and ".join(tables),
+        )
     mask = read_mask_embedding(folder / MASK, hidden_size=shape.hidden_size, mask_token_id=shape.mask_token_id)
     drafter = Drafter(shape).to(torch_dtype(dtype))
     own = drafter.state_dict()  # shares storage with the parameters
@@ -126,7 +130,7 @@ def export_hf(
         ``out_dir``.
 
     Raises:
-        ExportError: the folder is somebody else's, or the written one breaks a rule. An earlier export stays.
+        ExportError: the folder is somebody else's, cannot be written, or breaks a rule. An earlier export stays.
     """
     source = _module_weights(drafter) if isinstance(drafter, Drafter) else drafter
     source = with_tables(source, config)
@@ -136,18 +140,36 @@ def export_hf(
     temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir()
-        atomic_write_json(temporary / CONFIG, published_config(source.shape, target_info, dtype))
-        mask = source.read(MASK_PARAMETER).detach().to("cpu", torch_dtype(dtype), copy=True).contiguous()
-        torch.save(mask, temporary / MASK)
-        hashes = write_tensors(temporary, source, torch_dtype(dtype), config.export.max_shard_gib)
-        write_papers(temporary, config, target_info, mask, run_record=run_record, dtype=dtype)
-        refuse_difference(temporary, source.shape, mask, hashes)
-        refuse_faults(temporary, target_info)
+        _write_folder(temporary, source, config, target_info, run_record=run_record, dtype=dtype)
         replace_folder(temporary, final)
+    except OSError as error:
+        raise ExportError(
+            f"{final}: could not be written ({error}). Nothing half-written stays and an earlier export is kept; mend "
+            "what the message says and run the same command again."
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     logger.info("exported the drafter and its mask vector to %s", final)
     return final
+
+
+def _write_folder(
+    folder: Path,
+    source: WeightSource,
+    config: RunConfig,
+    target_info: TargetInfo,
+    *,
+    run_record: dict[str, Any],
+    dtype: str,
+) -> None:
+    """Every file of an export, then the checks; arguments as :func:`export_hf`."""
+    atomic_write_json(folder / CONFIG, published_config(source.shape, target_info, dtype))
+    mask = source.read(MASK_PARAMETER).detach().to("cpu", torch_dtype(dtype), copy=True).contiguous()
+    torch.save(mask, folder / MASK)
+    hashes = write_tensors(folder, source, torch_dtype(dtype), config.export.max_shard_gib)
+    write_papers(folder, config, target_info, mask, run_record=run_record, dtype=dtype)
+    refuse_faults(folder, target_info)
+    refuse_difference(folder, source.shape, mask, hashes)
 
 
 def _module_weights(drafter: Drafter) -> ModuleWeights:
@@ -159,7 +181,9 @@ def _module_weights(drafter: Drafter) -> ModuleWeights:
     return source
 
 
-def write_tensors(folder: Path, source: WeightSource, dtype: torch.dtype, max_shard_gib: float | None) -> dict[str, str]:
+def write_tensors(
+    folder: Path, source: WeightSource, dtype: torch.dtype, max_shard_gib: float | None
+) -> dict[str, str]:
     """The weights of ``source`` under ``folder``; file name -> sha256 of what was written."""
     shapes = Drafter.expected_tensors(source.shape)
     if isinstance(source, TableWeights):
@@ -194,7 +218,8 @@ def refuse_difference(folder: Path, shape: DrafterShape, mask: Tensor, hashes: d
     different += [] if torch.equal(torch.load(folder / MASK, weights_only=True), mask) else [MASK]
     different += [] if DrafterShape.from_published(read_json(folder / CONFIG)) == shape else [CONFIG]
     if different:
-        raise ExportError(f"read back, these files differ from what was written: {', '.join(different)}. Check the disk.")
+        listed = ", ".join(different)
+        raise ExportError(f"read back, these files differ from what was written: {listed}. Check the disk.")
 
 
 def _replaced_name(final: Path) -> Path:

@@ -7,7 +7,7 @@ their files, so that no module is built; several of them give their mean, in fp3
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,7 +67,7 @@ class CheckpointWeights:
     """One file of a checkpoint, or the mean of one file of each of several."""
 
     shape: DrafterShape
-    paths: Sequence[Path] = field(default_factory=tuple)
+    paths: Sequence[Path]  # at least one
 
     def check(self) -> None:
         """Refuse files that do not hold a drafter of ``shape``.
@@ -126,7 +126,7 @@ def _refuse_faults(header: dict[str, tuple[str, tuple[int, ...]]], shape: Drafte
 
 
 def checkpoint_source(config: RunConfig, newest: Path) -> CheckpointWeights:
-    """The weights that ``export.weights`` names, of the checkpoint ``newest`` and of as many before it as are asked for.
+    """The weights that ``export.weights`` names, of the checkpoint ``newest`` and as many before it as are asked for.
 
     Raises:
         UserError: too few or damaged checkpoints, no moving average in it, or weights of another drafter.
@@ -169,7 +169,7 @@ def _averaged_folders(config: RunConfig, newest: Path) -> list[Path]:
 
 
 def _weights_file(folder: Path, weights: str) -> Path:
-    """The file of a checkpoint that ``export.weights`` takes; a mean is made of the fp32 masters, where there are any."""
+    """The file of a checkpoint that ``export.weights`` takes; a mean is made of fp32 masters, where there are any."""
     if weights == "mean" and (folder / MASTER_WEIGHTS).exists():
         return folder / MASTER_WEIGHTS
     if weights != "ema":

@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-MAX_MODEL_LEN, TIMEOUT = 256, 500
+MAX_MODEL_LEN, TIMEOUT = 128, 500
 LOADED = "Loaded DFlash mask embedding for mask_token_id {}"
 SHARED = {"model.embed_tokens.weight", "lm_head.weight"}  # left to the target's own
 
@@ -72,7 +72,7 @@ class Recording(DraftProposer):
 
 
 def tiny_case(root: Path) -> Case:
-    """A drafter that knows one of two answers by heart; a sliding and a full layer, heads as vLLM's CPU kernels need."""
+    """A drafter that knows one of two answers by heart; a sliding and a full layer, heads as vLLM's CPU has them."""
     config = tiny_run_config(root)
     config.target.hidden_size = 128
     config.drafter.head_dim = 32

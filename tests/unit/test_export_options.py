@@ -1,4 +1,4 @@
-"""What an export can carry beside the plain folder: shards, tables of its own, a mean of checkpoints, fewer proposals."""
+"""What an export can carry beside the plain folder: shards, own tables, a mean of checkpoints, fewer proposals."""
 
 from __future__ import annotations
 
@@ -84,6 +84,18 @@ def test_a_disk_that_kept_other_bytes_is_noticed(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_ends_in_one_line_and_leaves_nothing(
+    tiny_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: object, **_settings: object) -> dict[str, str]:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hf, "write_weights", full)
+    with pytest.raises(hf.ExportError, match="No space left on device"):
+        export(tiny_config, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_shards_hold_every_tensor_once_and_stay_below_the_limit() -> None:
     shapes = {f"t{n}": (n + 1, 2) for n in range(9)}
     shards = plan_shards(shapes, 2, max_bytes=24)
@@ -127,7 +139,8 @@ def test_a_sharded_folder_that_lost_something_is_refused(sharded: Path, fault: s
     if fault == "gone":
         last.unlink()
     elif fault == "moved":
-        edit_json(sharded / INDEX, weight_map=json.loads((sharded / INDEX).read_text())["weight_map"] | {"x": last.name})
+        listed = json.loads((sharded / INDEX).read_text())["weight_map"]
+        edit_json(sharded / INDEX, weight_map=listed | {"x": last.name})
     else:
         save_file({"x": torch.zeros(1)}, sharded / "model.safetensors")
     with pytest.raises(ValueError, match=text):

@@ -226,11 +226,11 @@ def add_evaluations(folder: Path, record: dict[str, Any], reports: list[Path]) -
         report = read_report(path)
         refuse_other_drafter(report, path, record["files"])
         digest = sha256_file(path)
-        summary = summarise(report, path)
+        public = public_value({**report, "run": {"evaluation": (report.get("run") or {}).get("evaluation")}})
+        summary = summarise(public, path)
         if any(entry["report_sha256"] == digest for entry in known):
             continue
         name = f"evaluation-{digest[:12]}.json"
-        public = public_value({**report, "run": {"evaluation": report["run"].get("evaluation")}})
         (folder / name).write_text(json.dumps(public, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         for old in [entry for entry in known if entry["protocol"] == summary["protocol"]]:
             (folder / old["file"]).unlink(missing_ok=True)
@@ -239,4 +239,4 @@ def add_evaluations(folder: Path, record: dict[str, Any], reports: list[Path]) -
         known.append(entry)
         added.append(name)
     record["evaluations"] = known
-    return added
+    return [entry["file"] for entry in known if entry["file"] in added]

@@ -37,7 +37,8 @@ def rewrite_papers(folder: Path, reports: list[Path], *, repo_id: str | None = N
     Raises:
         UserError: not our export, files changed since, or a report that is none or of another drafter.
     """
-    check_replaceable(folder)  # also brings back a folder that a crash left aside
+    if not folder.exists():
+        check_replaceable(folder)  # brings back a folder that a crash left aside
     record = read_record(folder)
     refuse_changed(folder, record)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")

@@ -23,8 +23,7 @@ from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
 from dflash2_train.target import FrozenHead
 from tests.cases import RECORD, make_target_info
-from tests.drafters import randomise
-from tests.families import EXPERIMENTS, HIDDEN, POSITIONS, VOCAB, WINDOW, family
+from tests.families import EXPERIMENTS, HIDDEN, POSITIONS, VOCAB, WINDOW, family, randomised
 
 pytestmark = [
     pytest.mark.slow,
@@ -60,7 +59,7 @@ def write_case(folder: Path, name: str, tables: FrozenHead) -> dict[str, Any]:
     if name == OWN_TABLES:
         config.export.tables, config.export.fold_mask = ["embed_tokens", "lm_head"], True
     write_target(folder / "target", config.target.num_layers)
-    drafter = randomise(Drafter(DrafterShape.from_config(config)), seed=6)
+    drafter = randomised(Drafter(DrafterShape.from_config(config)), seed=6)
     info = make_target_info(config)
     export_hf(drafter, config, info, folder / "drafter", run_record=RECORD, dtype="float32")
     generator = torch.Generator().manual_seed(4)

@@ -1,9 +1,9 @@
 """``dflash2-export doctor``: is this drafter, ours or anyone's, fit to serve?
 
-    dflash2-export doctor runs/smollm2_cpu/export --target targets/SmolLM2-135M-Instruct
-    dflash2-export doctor owner/name@revision --json
-    dflash2-export doctor drafter.gguf
-    dflash2-export doctor FOLDER --serve vllm
+dflash2-export doctor runs/smollm2_cpu/export --target targets/SmolLM2-135M-Instruct
+dflash2-export doctor owner/name@revision --json
+dflash2-export doctor drafter.gguf
+dflash2-export doctor FOLDER --serve vllm
 """
 
 from __future__ import annotations

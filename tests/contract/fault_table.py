@@ -105,9 +105,13 @@ SILENT_FAULTS = (
         plant=config(use_sliding_window=...),
         contract=SILENT,
     ),
-    Fault(what="as many proposals as the block is long", check="proposals", plant=config(), proposals=8, contract=SILENT),
+    Fault(
+        what="as many proposals as the block is long", check="proposals", plant=config(), proposals=8, contract=SILENT
+    ),
     Fault(what="no proposals", check="proposals", plant=config(), proposals=0, contract=SILENT),
-    Fault(what="neighbours rotated (vLLM's key)", check="rope-layout", plant=config(is_neox_style=False), contract=SILENT),
+    Fault(
+        what="neighbours rotated (vLLM's key)", check="rope-layout", plant=config(is_neox_style=False), contract=SILENT
+    ),
     Fault(
         what="neighbours rotated (SGLang's key)",
         check="rope-layout-sglang",
@@ -195,7 +199,10 @@ TENSOR_FAULTS = (
         contract=LOADER,
     ),
     Fault(
-        what="fc for one tap fewer", check="tensor-shapes", plant=put("fc.weight", lambda w: w[:, :-HIDDEN]), contract=LOADER
+        what="fc for one tap fewer",
+        check="tensor-shapes",
+        plant=put("fc.weight", lambda w: w[:, :-HIDDEN]),
+        contract=LOADER,
     ),
     Fault(
         what="weights in float32",
@@ -218,7 +225,10 @@ TENSOR_FAULTS = (
     Fault(what="another dtype stated", check="stated-type", plant=config(dtype="float16")),
     Fault(what="a mask_hidden tensor", check="mask-tensor", plant=add("mask_hidden", HIDDEN), contract=LOADER),
     Fault(
-        what="the mask vector among the tensors", check="mask-tensor", plant=add("mask_embedding", HIDDEN), contract=LOADER
+        what="the mask vector among the tensors",
+        check="mask-tensor",
+        plant=add("mask_embedding", HIDDEN),
+        contract=LOADER,
     ),
     Fault(what="a map of vocabularies", check="vocabulary-map", plant=add("d2t", VOCAB), contract=LOADER),
     Fault(what="its reverse", check="vocabulary-map", plant=add("t2d", VOCAB), contract=LOADER),
@@ -241,11 +251,11 @@ TENSOR_FAULTS = (
         check="tensor-zero",
         plant=put("layers.4.mlp.down_proj.weight", lambda weight: weight * 1e-12),
     ),
-    Fault(what="a matrix of ones", check="tensor-constant", plant=put("layers.0.self_attn.v_proj.weight", torch.ones_like)),
-    Fault(what="a convolution that was never trained", check="conv-untrained", plant=tensors(_identity)),
     Fault(
-        what="a selector that was never trained", check="selector-untrained", plant=put(SUCCESSOR, torch.zeros_like)
+        what="a matrix of ones", check="tensor-constant", plant=put("layers.0.self_attn.v_proj.weight", torch.ones_like)
     ),
+    Fault(what="a convolution that was never trained", check="conv-untrained", plant=tensors(_identity)),
+    Fault(what="a selector that was never trained", check="selector-untrained", plant=put(SUCCESSOR, torch.zeros_like)),
 )
 
 FILE_FAULTS = (
@@ -299,7 +309,11 @@ KEY_FAULTS = (
     Fault(what="an unknown model type", check="model-type", plant=config(model_type="dflash")),
     Fault(what="dflash_config null", check="dflash-config", plant=config(dflash_config=None)),
     Fault(what="no head size", check="required-keys", plant=config(head_dim=...)),
-    Fault(what="a block size in quotes", check="required-keys", plant=config(dflash_config__block_size="8", block_size=...)),
+    Fault(
+        what="a block size in quotes",
+        check="required-keys",
+        plant=config(dflash_config__block_size="8", block_size=...),
+    ),
     Fault(what="no layer count of the target", check="required-keys", plant=config(num_target_layers=...)),
     Fault(what="no mask token", check="required-keys", plant=config(dflash_config__mask_token_id=...)),
     Fault(
@@ -357,10 +371,10 @@ SHAPE_FAULTS = (
     ),
     Fault(what="no epsilon", check="norm-eps", plant=config(rms_norm_eps=...)),
     Fault(what="an output scale of 0", check="output-scale", plant=config(dflash_config__output_multiplier=0)),
+    Fault(what="a negative soft cap", check="output-scale", plant=config(dflash_config__final_logit_softcapping=-20.0)),
     Fault(
-        what="a negative soft cap", check="output-scale", plant=config(dflash_config__final_logit_softcapping=-20.0)
+        what="another hidden size of the target", check="same-size-keys", plant=config(target_hidden_size=2 * HIDDEN)
     ),
-    Fault(what="another hidden size of the target", check="same-size-keys", plant=config(target_hidden_size=2 * HIDDEN)),
     Fault(what="a smaller draft vocabulary", check="same-size-keys", plant=config(draft_vocab_size=32)),
     Fault(
         what="a block of the anchor alone",
@@ -420,11 +434,12 @@ MASK_FAULTS = (
 )
 
 TARGET_FAULTS = (
+    Fault(what="another target", check="target-sizes", plant=config(), target=TinyTarget(sizes={"num_layers": 48})),
     Fault(
-        what="another target", check="target-sizes", plant=config(), target=TinyTarget(sizes={"num_layers": 48})
-    ),
-    Fault(
-        what="another vocabulary", check="target-sizes", plant=config(), target=TinyTarget(sizes={"vocab_size": 2 * VOCAB})
+        what="another vocabulary",
+        check="target-sizes",
+        plant=config(),
+        target=TinyTarget(sizes={"vocab_size": 2 * VOCAB}),
     ),
     Fault(
         what="a target with fewer layers than taps",
@@ -439,7 +454,9 @@ TARGET_FAULTS = (
         plant=config(),
         target=TinyTarget(sizes={"max_position_embeddings": 512}),
     ),
-    Fault(what="a mask token that ends replies", check="mask-id-ends", plant=config(), target=TinyTarget(eos=(1, MASK_ID))),
+    Fault(
+        what="a mask token that ends replies", check="mask-id-ends", plant=config(), target=TinyTarget(eos=(1, MASK_ID))
+    ),
     Fault(
         what="a mask token that text is made of",
         check="mask-id-text",
@@ -459,7 +476,10 @@ TARGET_FAULTS = (
         target=TinyTarget(tokenizer_config={"mask_token": "<|end|>"}),
     ),
     Fault(
-        what="a mask vector far longer than any row", check="mask-norm", plant=mask(torch.randn(HIDDEN) * 100), target=TinyTarget()
+        what="a mask vector far longer than any row",
+        check="mask-norm",
+        plant=mask(torch.randn(HIDDEN) * 100),
+        target=TinyTarget(),
     ),
     Fault(
         what="no mask vector, and a row that was never trained",

@@ -76,7 +76,9 @@ FAULTS = (
     GgufFault(what="no selector width", check="gguf-second-keys", edit=key(selector_top_k=None)),
     GgufFault(what="no layers of the target", check="gguf-target-layers", edit=key(target_layers=None)),
     GgufFault(what="layers out of order", check="gguf-target-layers", edit=key(target_layers=[15, 6, 25, 34, 43])),
-    GgufFault(what="layers without the added 1", check="gguf-target-layers", edit=key(target_layers=[0, 14, 24, 33, 42])),
+    GgufFault(
+        what="layers without the added 1", check="gguf-target-layers", edit=key(target_layers=[0, 14, 24, 33, 42])
+    ),
     GgufFault(what="causal blocks", check="gguf-causal", edit=key(attention__causal=True)),
     GgufFault(what="a window without a pattern", check="gguf-window", edit=key(attention__sliding_window_pattern=None)),
     GgufFault(what="a pattern too short", check="gguf-window", edit=key(attention__sliding_window_pattern=[True])),
@@ -86,7 +88,9 @@ FAULTS = (
     GgufFault(what="no tokenizer", check="gguf-tokenizer", edit=key(tokenizer__ggml__tokens=None)),
     GgufFault(what="another tokenizer", check="gguf-tokenizer", edit=key(tokenizer__ggml__tokens=["a", "b"])),
     GgufFault(what="no mask token", check="gguf-mask-id", edit=key(tokenizer__ggml__mask_token_id=None)),
-    GgufFault(what="a mask token beyond the table", check="gguf-mask-id", edit=key(tokenizer__ggml__mask_token_id=VOCAB)),
+    GgufFault(
+        what="a mask token beyond the table", check="gguf-mask-id", edit=key(tokenizer__ggml__mask_token_id=VOCAB)
+    ),
     GgufFault(what="a tensor left out", check="gguf-tensors-missing", edit=tensor("blk.1.ffn_up.weight", None)),
     GgufFault(what="an unknown tensor", check="gguf-tensors-unknown", edit=tensor("mask", np.ones(4, np.float32))),
     GgufFault(
@@ -98,7 +102,9 @@ FAULTS = (
         what="a transposed conv base", check="gguf-shapes", edit=change(BASE, lambda base: base.transpose(2, 1, 0))
     ),
     GgufFault(
-        what="a conv base in half precision", check="gguf-float32", edit=change(BASE, lambda base: base.astype(np.float16))
+        what="a conv base in half precision",
+        check="gguf-float32",
+        edit=change(BASE, lambda base: base.astype(np.float16)),
     ),
     GgufFault(
         what="a value beyond half precision",
@@ -109,11 +115,15 @@ FAULTS = (
     GgufFault(what="a matrix of ones", check="gguf-zero", edit=change("blk.0.attn_v.weight", np.ones_like)),
     GgufFault(what="a convolution that was never trained", check="gguf-untrained", edit=identity),
     GgufFault(
-        what="a selector that was never trained", check="gguf-untrained", edit=change("selector_successor.weight", np.zeros_like)
+        what="a selector that was never trained",
+        check="gguf-untrained",
+        edit=change("selector_successor.weight", np.zeros_like),
     ),
     GgufFault(what="an own embedding with an empty mask row", check="gguf-mask-row", edit=own_embedding),
     GgufFault(what="a cut file", check="gguf-file", spoil=lambda path: path.write_bytes(path.read_bytes()[:-5000])),
-    GgufFault(what="a file cut in its keys", check="gguf-file", spoil=lambda path: path.write_bytes(path.read_bytes()[:300])),
+    GgufFault(
+        what="a file cut in its keys", check="gguf-file", spoil=lambda path: path.write_bytes(path.read_bytes()[:300])
+    ),
     GgufFault(what="an empty file", check="gguf-file", spoil=lambda path: path.write_bytes(b"")),
     GgufFault(what="another file", check="gguf-file", spoil=lambda path: path.write_bytes(b"text, no model" * 10)),
 )

@@ -381,7 +381,9 @@ def _partial(row: PartialKey) -> None:
             value = section.get(row.key)
             if not prefix and row.key in NESTED_ONLY:
                 continue  # where it stands is what is wrong then
-            if not any(value is neutral or (value == neutral and type(value) is type(neutral)) for neutral in row.neutral):
+            if not any(
+                value is neutral or (value == neutral and type(value) is type(neutral)) for neutral in row.neutral
+            ):
                 yield f"{prefix}{row.key}={value!r}: {row.effect}"
 
 

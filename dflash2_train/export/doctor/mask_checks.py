@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dflash2_train.export.doctor.findings import READERS, RUNNER, VLLM, WARNING
+from dflash2_train.export.doctor.findings import RUNNER, VLLM, WARNING
 from dflash2_train.export.doctor.opened import DRAFTER_CHECKS, OpenedDrafter
 from dflash2_train.export.payload import MASK, MIN_MASK_NORM
 

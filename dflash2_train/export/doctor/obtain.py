@@ -44,7 +44,9 @@ def obtain(name: str, revision: str | None = None) -> Obtained:
         return _local(path, name)
     repository, _, pinned = name.partition("@")
     if not HUB_ID.match(repository) or name.startswith((".", "/", "~")):
-        raise UserError(f"{name}: no such folder or file. Name a drafter's folder, a .gguf file or a Hub id owner/name.")
+        raise UserError(
+            f"{name}: no such folder or file. Name a drafter's folder, a .gguf file or a Hub id owner/name."
+        )
     if pinned and revision and pinned != revision:
         raise UserError(f"{name}: --revision {revision} contradicts it. Give the revision once.")
     return _fetch(repository, pinned or revision)
@@ -65,7 +67,12 @@ def _local(path: Path, name: str) -> Obtained:
 
 def _fetch(repository: str, revision: str | None) -> Obtained:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     at = f"{repository}@{revision or 'main'}"
     try:

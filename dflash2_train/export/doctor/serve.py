@@ -56,7 +56,13 @@ def proposals_finding(block_size: int | None, proposals: int | None) -> Finding 
 
 
 def serving_view(
-    drafter: OpenedDrafter, server: str, findings: list[Finding], *, name: str, target: str, proposals: int | None = None
+    drafter: OpenedDrafter,
+    server: str,
+    findings: list[Finding],
+    *,
+    name: str,
+    target: str,
+    proposals: int | None = None,
 ) -> ServingView | None:
     """The view of ``server`` (a value of ``CHOICES``).
 
@@ -87,7 +93,7 @@ def serving_view(
 def _count_pitfall(width: int, count: int) -> Iterator[str]:
     if 0 < count < width - 1:
         yield (
-            f"{count} proposals from a drafter of blocks of {width}: the block has {count + 1} slots instead of {width}, "
+            f"{count} proposals from a drafter of blocks of {width}: a block has {count + 1} slots instead of {width}, "
             "and slots see fewer neighbours than a full block has"
         )
 
@@ -143,13 +149,15 @@ def _vllm_reads(drafter: OpenedDrafter, count: int) -> Iterator[Read]:
     own = _own_tables(drafter)
     yield Read(key="embedding, head", value=own or "the target's", effect="kept where it differs" if own else "shared")
     limit = drafter.top("max_position_embeddings")
-    yield Read(key="max_position_embeddings", value=str(limit), effect="longer contexts are drafted at clamped positions")
+    yield Read(
+        key="max_position_embeddings", value=str(limit), effect="longer contexts are drafted at clamped positions"
+    )
 
 
 def _vllm_pitfalls(drafter: OpenedDrafter, name: str) -> Iterator[str]:
     lowered = name.lower()
     if "eagle-" in lowered or "eagle3" in lowered or "dflash" not in lowered:
-        yield "the method is guessed from the path: this one would be guessed wrongly, so keep \"method\": \"dflash\""
+        yield 'the method is guessed from the path: this one would be guessed wrongly, so keep "method": "dflash"'
     slides = [kind == "sliding_attention" for kind in drafter.layer_types or []]
     if any(slides) and not all(slides):
         yield "layers that slide beside full ones need model runner V2"
@@ -211,7 +219,9 @@ _PITFALLS: dict[str, Callable[[OpenedDrafter, str], Iterator[str]]] = {
 }
 
 
-def gguf_view(gguf: OpenedGguf, findings: list[Finding], *, name: str, proposals: int | None = None) -> ServingView | None:
+def gguf_view(
+    gguf: OpenedGguf, findings: list[Finding], *, name: str, proposals: int | None = None
+) -> ServingView | None:
     """What llama.cpp makes of a GGUF; arguments as of :func:`serving_view`."""
     width = gguf.number("block_size")
     if width is None or width < 2:
@@ -238,7 +248,9 @@ def gguf_view(gguf: OpenedGguf, findings: list[Finding], *, name: str, proposals
             Read(
                 key="dflash.attention.sliding_window",
                 value=str(gguf.number("attention.sliding_window")),
-                effect="full attention" if gguf.number("attention.sliding_window") is None else "layers of the pattern slide",
+                effect="full attention"
+                if gguf.number("attention.sliding_window") is None
+                else "layers of the pattern slide",
             ),
         ],
         pitfalls=[

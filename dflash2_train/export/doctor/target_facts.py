@@ -76,18 +76,18 @@ def open_target(name: str, revision: str | None = None) -> TargetFacts:
     try:
         raw = json.loads((metadata_folder(probe) / "config.json").read_text(encoding="utf-8"))
         text: dict[str, Any] = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
-        sizes = {key: int(text[stated]) for key, stated in _SIZES.items()}
-        config = replace(probe, **sizes)
+        hidden, layers, vocab = (int(text[key]) for key in _SIZES)
+        config = replace(probe, hidden_size=hidden, num_layers=layers, vocab_size=vocab)
         return TargetFacts.of(open_target_config(config), name=name, config=config)
     except ConfigError as error:
         raise UserError(str(error).replace("target.name", "--target", 1)) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"--target {name}: its config.json states no {', '.join(_SIZES.values())} ({error}). Name a language model."
+            f"--target {name}: its config.json states no {', '.join(_SIZES)} ({error}). Name a language model."
         ) from error
 
 
-_SIZES = {"hidden_size": "hidden_size", "num_layers": "num_hidden_layers", "vocab_size": "vocab_size"}
+_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
 
 
 def read_tokenizer(folder: Path) -> TokenizerFacts | None:

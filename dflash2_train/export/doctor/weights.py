@@ -102,7 +102,9 @@ class Weights:
             if file in read and (name not in self.tensors or self.tensors[name].file.name != file):
                 self.index_faults.append(f"{INDEX} says that {name} stands in {file}, but it does not")
         unlisted = sorted(self.tensors.keys() - listed.keys())
-        self.index_faults += [f"{name} stands in {self.tensors[name].file.name}, but not in {INDEX}" for name in unlisted]
+        self.index_faults += [
+            f"{name} stands in {self.tensors[name].file.name}, but not in {INDEX}" for name in unlisted
+        ]
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The values of ``name`` in float32, some rows at a time (a scalar as it is)."""

@@ -71,7 +71,7 @@ def serving_view(
         server: whose view.
         findings: of the examination; those that touch the server are among its pitfalls.
         name: of the drafter, for the command.
-        target: of the target, for the command.
+        target: of the target, for the command; None is the one that the drafter's record names.
         proposals: N; None is what the drafter's record says, else W - 1.
 
     Returns:
@@ -81,13 +81,24 @@ def serving_view(
     if width is None or width < 2:
         return None
     count = (drafter.num_proposals or width - 1) if proposals is None else proposals
-    touching = [f"{finding.message} [{finding.check}]" for finding in findings if server in finding.servers]
     return ServingView(
         server=server,
-        command=serving_commands(target, name, count + 1)[server],
+        command=serving_commands(target or _recorded_target(drafter) or "TARGET", name, count + 1)[server],
         reads=[*_common(drafter, server), *_READS[server](drafter, count)],
-        pitfalls=[*touching, *_PITFALLS[server](drafter, name), *_count_pitfall(width, count)],
+        pitfalls=[*_touching(findings, server), *_PITFALLS[server](drafter, name), *_count_pitfall(width, count)],
     )
+
+
+def _recorded_target(drafter: OpenedDrafter) -> str | None:
+    """The target's name in the drafter's own record."""
+    recorded = (drafter.record or {}).get("target")
+    name = recorded.get("name") if isinstance(recorded, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _touching(findings: list[Finding], server: str) -> list[str]:
+    """The findings that touch the server, with what to do about each."""
+    return [f"{found.message} [{found.check}]. {found.next_step}" for found in findings if server in found.servers]
 
 
 def _count_pitfall(width: int, count: int) -> Iterator[str]:
@@ -254,7 +265,7 @@ def gguf_view(
             ),
         ],
         pitfalls=[
-            *(f"{finding.message} [{finding.check}]" for finding in findings if LLAMA_CPP in finding.servers),
+            *_touching(findings, LLAMA_CPP),
             *([] if own else ["no embedding of its own: a mask vector, if the drafter has one, is not in this file"]),
             *_count_pitfall(width, count),
         ],

@@ -61,7 +61,7 @@ def serving_view(
     findings: list[Finding],
     *,
     name: str,
-    target: str,
+    target: str | None = None,
     proposals: int | None = None,
 ) -> ServingView | None:
     """The view of ``server`` (a value of ``CHOICES``).
@@ -134,8 +134,12 @@ def _common(drafter: OpenedDrafter, server: str) -> Iterator[Read]:
         value=f"is_causal={drafter.config.get('is_causal')}",
         effect=_attention(drafter, server),
     )
-    rope = drafter.config.get("rope_parameters")
-    yield Read(key="rope_parameters", value=str(rope), effect="rotates halves of each head (NeoX layout)")
+    halves = all(drafter.config.get(key, True) is True for key in ("is_neox_style", "rope_is_neox_style"))
+    yield Read(
+        key="rope_parameters",
+        value=str(drafter.config.get("rope_parameters")),
+        effect="rotates halves of each head (NeoX layout)" if halves else "the layout is not the same for all readers",
+    )
     for key in ("output_multiplier", "final_logit_softcapping"):
         if drafter.nested.get(key) is not None:
             yield Read(key=key, value=str(drafter.nested[key]), effect="shapes the logits before the top candidates")

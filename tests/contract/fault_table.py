@@ -34,6 +34,7 @@ from tests.contract.faults import (
     sharded,
     tensors,
 )
+from tests.contract.gguf_faults import GGUF_FAULTS, SWA, GgufFault, found_in_gguf
 from tests.families import EXPERIMENTS, HIDDEN, VOCAB
 
 KERNEL = "layers.0.attention_conv.base_kernel"
@@ -559,24 +560,32 @@ def found_in(clean: Path, work: Path, fault: Fault) -> tuple[list[Finding], Path
     return [finding for finding in examination.findings if finding.check not in before], folder
 
 
+def _row(number: int, fault: Fault | GgufFault, what: str, findings: list[Finding], folder: Path) -> bool:
+    """Print one line of the table; whether the fault was found by its check."""
+    finding = next((finding for finding in findings if finding.check == fault.check), None)
+    message = "**missed**" if finding is None else finding.message.replace(f"{folder}/", "").replace("|", "\\|")
+    told = ("", "") if finding is None else (finding.severity, ", ".join(finding.servers))
+    sys.stdout.write(f"| {' | '.join((str(number), what, f'`{fault.check}`', *told, message))} |\n")
+    return finding is not None
+
+
 def main() -> int:
     """Plant every fault and print the table as markdown; 1 if one was missed."""
-    missed = 0
     sys.stdout.write("| | fault | check | severity | touches | what the doctor says |\n|---|---|---|---|---|---|\n")
-    with tempfile.TemporaryDirectory() as root:
-        clean = {name: export_family(name, Path(root) / name) for name in EXPERIMENTS}
+    found = 0
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        clean = {experiment: export_family(experiment, root / experiment) for experiment in EXPERIMENTS}
         for number, fault in enumerate(FAULTS, 1):
-            findings, folder = found_in(clean[fault.family], Path(root) / f"fault{number}", fault)
-            finding = next((finding for finding in findings if finding.check == fault.check), None)
-            missed += finding is None
-            message = "**missed**" if finding is None else finding.message.replace(f"{folder}/", "")
-            severity = finding.severity if finding else ""
-            touches = ", ".join(finding.servers) if finding else ""
+            findings, folder = found_in(clean[fault.family], root / f"fault{number}", fault)
             what = f"{fault.what} ({fault.contract})" if fault.contract else fault.what
-            cells = (str(number), what, f"`{fault.check}`", severity, touches, message.replace("|", "\\|"))
-            sys.stdout.write(f"| {' | '.join(cells)} |\n")
-    sys.stdout.write(f"\n{len(FAULTS)} faults, {missed} missed\n")
-    return int(missed > 0)
+            found += _row(number, fault, what, findings, folder)
+        for number, planted in enumerate(GGUF_FAULTS, len(FAULTS) + 1):
+            findings = found_in_gguf(clean[SWA], root / f"fault{number}.gguf", planted)
+            found += _row(number, planted, f"GGUF: {planted.what}", findings, root)
+    total = len(FAULTS) + len(GGUF_FAULTS)
+    sys.stdout.write(f"\n{total} faults, {total - found} missed\n")
+    return int(found < total)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +49,6 @@ class Parts:
 
 
 Edit = Callable[[Parts], object]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GgufFault:
-    """As ``Fault``, planted before the file is written or into its bytes."""
-
-    what: str
-    check: str
-    edit: Edit = field(default=lambda parts: None)
-    spoil: Callable[[Path], object] = field(default=lambda path: None)
-    also: tuple[str, ...] = ()
 
 
 def _name(published: str) -> str:

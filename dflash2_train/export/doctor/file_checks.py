@@ -45,7 +45,7 @@ def _second_weights(drafter: OpenedDrafter) -> Iterator[str]:
     known = {path.name for path in drafter.weights.files}
     for path in sorted(drafter.folder.iterdir()):
         if path.suffix in (".safetensors", ".bin", ".pth") and path.name not in known:
-            yield f"{path.name} is a weights file of no part in this drafter"
+            yield f"{path.name} is a weights file that does not belong to this drafter"
 
 
 @check(

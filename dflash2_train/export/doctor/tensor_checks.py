@@ -225,14 +225,15 @@ def _finite(drafter: OpenedDrafter) -> Iterator[str]:
 @check(
     "tensor-zero",
     group="tensors",
-    rule="no tensor is zero throughout",
+    rule="no tensor is zero, or next to it, throughout",
     servers=READERS,
     next_step="Export again, or from another checkpoint: such a tensor was lost or never trained",
 )
 def _zero(drafter: OpenedDrafter) -> Iterator[str]:
     for name in _as_expected(drafter):
-        if not any(part in name for part in MAY_BE_ZERO) and drafter.weights.figures(name).largest < NEAR_ZERO:
-            yield f"{name} is zero"
+        largest = drafter.weights.figures(name).largest
+        if largest < NEAR_ZERO and not any(part in name for part in MAY_BE_ZERO):
+            yield f"{name} is zero (largest value {largest:.1e})"
 
 
 @check(

@@ -12,9 +12,9 @@ logger = logging.getLogger(__name__)
 
 def export(config: RunConfig) -> int:
     """Export what ``config.export`` says and return the exit code."""
-    from dflash2_train.export.run import export_checkpoint
+    from dflash2_train.export.formats import export_drafter
 
-    folder = export_checkpoint(config)
+    folder = export_drafter(config)
     logger.info("serve-ready drafter: %s", folder)
     return 0
 

@@ -108,8 +108,8 @@ def error_bound(values: Tensor, kind: str) -> Tensor:
         return exact.abs() * _HALF_ULP[kind] + (_F16_FLOOR if kind == "F16" else 0.0)
     blocks = exact.unflatten(-1, (-1, 32))  # [n, m / 32, 32]
     largest = blocks.abs().amax(-1, keepdim=True)
-    if kind == "MXFP4":  # a power of two as scale: values above 6 of 8 are clipped
-        bound = largest / 2
+    if kind == "MXFP4":  # scale 2^e: the largest value lies in 4..8 scales, is clipped at 6, and 4 neighbours 6
+        bound = largest / 4
     elif kind in _SYMMETRIC:
         steps, share = _SYMMETRIC[kind]
         bound = largest * (share / steps + _HALF_ULP["F16"]) + steps * _F16_FLOOR

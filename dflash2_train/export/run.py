@@ -17,6 +17,8 @@ from dflash2_train.checkpoint import (
 from dflash2_train.config import RunConfig, UserError, absolute, to_plain
 from dflash2_train.export import payload
 from dflash2_train.export.doctor import ERROR, check_config, check_folder
+from dflash2_train.export.gguf_layout import shape_faults
+from dflash2_train.export.gguf_types import gguf_package
 from dflash2_train.export.hf import ExportError, export_hf
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
@@ -61,16 +63,19 @@ def check_exportable(config: RunConfig) -> None:
     Raises:
         ExportError: the configured drafter breaks a rule of the published layout; lists the broken ones.
     """
-    target = open_target_config(config.target)
-    published = DrafterShape.from_config(config).to_published(
+    target, shape = open_target_config(config.target), DrafterShape.from_config(config)
+    published = shape.to_published(
         config.export.dtype,
         bos_token_id=target.bos_token_id,
         eos_token_id=list(target.eos_token_ids),
         pad_token_id=target.pad_token_id,
     )
-    errors = [finding for finding in check_config(published, target=target) if finding.severity == ERROR]
+    errors = [str(finding) for finding in check_config(published, target=target) if finding.severity == ERROR]
+    if config.export.format == "gguf":
+        gguf_package()
+        errors += shape_faults(shape)
     if errors:
-        listed = "\n  ".join(map(str, errors))
+        listed = "\n  ".join(errors)
         raise ExportError(f"a drafter of this configuration could not be exported; change drafter.*:\n  {listed}")
 
 

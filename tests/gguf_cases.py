@@ -39,8 +39,9 @@ def save_tokenizer(folder: Path, *, num_tokens: int) -> None:
     from transformers import PreTrainedTokenizerFast
 
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    letters = [chr(code) for code in range(ord("!"), ord("!") + num_tokens - 3 - 3 - 1 - 1)]
     merges = [("Ġ", "t"), ("Ġt", "h"), ("Ġth", "e")]
+    num_letters = num_tokens - len(special) - len(merges) - 2
+    letters = [chr(code) for code in range(ord("z") + 1 - num_letters, ord("z") + 1)]
     texts = [*special, "Ġ", *letters, *("".join(pair) for pair in merges)]
     core = Tokenizer(models.BPE(vocab={text: index for index, text in enumerate(texts)}, merges=merges))
     core.pre_tokenizer = pre_tokenizers.Sequence(

@@ -68,6 +68,7 @@ def export_gguf(config: RunConfig) -> Path:
         "tool": TOOL,
         **run_record(to_plain(config)),
         "source": source,
+        "mask_slots": mask_slots(folder, config),
         "files": files,
         "comparison": comparison,
     }
@@ -97,6 +98,15 @@ def check_target(folder: DrafterFolder, target: TargetInfo) -> None:
     if wrong:
         listed = "\n  ".join(wrong)
         raise GgufError(f"{folder.folder}: made for another target than target.name says:\n  {listed}")
+
+
+def mask_slots(folder: DrafterFolder, config: RunConfig) -> str:
+    """What llama.cpp embeds where a mask token stands, in words."""
+    if folder.embedding(config.target, config.export.gguf.embedding) is None:
+        return "the target's own row of the mask token"
+    if folder.mask is None:
+        return "the mask token's row of the file's own token table"
+    return "the learned mask vector, a row of the file's own token table"
 
 
 def source_record(folder: DrafterFolder, config: RunConfig) -> dict[str, Any]:

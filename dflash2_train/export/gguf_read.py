@@ -77,7 +77,7 @@ class GgufFile:
 
     def kind(self, key: str) -> str:
         """The type of a value by GGUF's name, as ``UINT32``, or ``ARRAY[BOOL]``."""
-        kinds = [kind.name for kind in self._reader.fields[key].types]
+        kinds: list[str] = [kind.name for kind in self._reader.fields[key].types]
         return f"ARRAY[{kinds[-1]}]" if kinds[0] == "ARRAY" else kinds[0]
 
     def value(self, key: str, default: Any = None) -> Any:

@@ -50,16 +50,14 @@ class SourceTensor:
             GgufError: a value that is not finite.
         """
         width = self.shape[-1]
+        step = max(1, PIECE_VALUES // width)
         with safe_open(self.path, framework="pt") as file:
-            part = file.get_slice(self.key)
-            if len(self.shape) == 2:
-                step = max(1, PIECE_VALUES // width)
-                starts = range(0, self.shape[0], step)
-                runs = ((start, part[start : start + step]) for start in starts)
-            else:  # norms and convolution bases: some thousand values
-                runs = iter([(0, file.get_tensor(self.key).reshape(-1, width))])
-            for start, rows in runs:
-                yield self._checked(self._with_row(rows, start))
+            matrix = len(self.shape) == 2
+            # norms and convolution bases are small: some thousand values, read at once
+            stored = file.get_slice(self.key) if matrix else file.get_tensor(self.key).reshape(-1, width)
+            num_rows = self.shape[0] if matrix else len(stored)
+            for start in range(0, num_rows, step):
+                yield self._checked(self._with_row(stored[start : start + step], start))
 
     def _with_row(self, rows: Tensor, start: int) -> Tensor:
         if self.row is None or self.row_values is None or not start <= self.row < start + len(rows):

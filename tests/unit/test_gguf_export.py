@@ -113,7 +113,7 @@ def test_without_a_table_llama_cpp_takes_the_targets_and_the_file_has_6_and_15_a
     drafter = read_gguf_drafter(folder / "tiny-F32.gguf")
     assert len(drafter.file.tensors) == 6 + 15 * 2
     assert drafter.mask_embedding is None
-    assert "target's, mask token included" in (folder / "README.md").read_text()
+    assert "target's own row of the mask token" in (folder / "README.md").read_text()
 
 
 def test_an_embedding_and_a_head_that_the_drafter_brings_along_are_kept(
@@ -275,7 +275,7 @@ def test_a_large_tensor_is_written_and_checked_in_pieces_of_whole_rows(
     monkeypatch.setattr(SourceTensor, "pieces", counted)
     config.export.gguf.output_dir = str(Path(config.run_dir) / "pieces")
     assert sha256_file(export_gguf(config) / "tiny-F32.gguf") == whole
-    assert max(sizes) <= 128  # rows of 96, or a whole base kernel [2, 2, 32]
+    assert max(sizes) <= 100
 
 
 def break_source(folder: Path, kind: str) -> None:
@@ -346,7 +346,7 @@ def test_reading_lists_what_a_drafter_lacks(base: Path, tmp_path: Path) -> None:
     assert "blk.0.attn_Q.weight" in GgufFile(path).tensors  # the facts are readable all the same
 
 
-def test_a_plan_of_the_glm_drafter_has_81_tensors_and_keeps_36_of_them_in_float32(
+def test_a_plan_of_the_glm_drafter_has_81_tensors_and_keeps_32_of_them_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(DrafterFolder, "__init__", lambda self: None)
@@ -360,7 +360,7 @@ def test_a_plan_of_the_glm_drafter_has_81_tensors_and_keeps_36_of_them_in_float3
     assert values == 1_171_080_448
 
 
-def test_an_untrained_reader_of_the_record_finds_type_size_and_hash(base: Path) -> None:
+def test_record_and_readme_give_type_size_and_hash_of_every_file(base: Path) -> None:
     record = json.loads((base / "export-gguf" / "gguf.json").read_text())
     for name, entry in record["files"].items():
         path = base / "export-gguf" / name
@@ -370,7 +370,7 @@ def test_an_untrained_reader_of_the_record_finds_type_size_and_hash(base: Path) 
     sizes = {entry["type"]: entry["bytes"] for entry in record["files"].values()}
     assert sizes["F32"] > sizes["BF16"] >= sizes["F16"] > sizes["Q8_0"] > sizes["Q4_1"]
     readme = (base / "export-gguf" / "README.md").read_text()
-    assert "| Q8_0 |" in readme and "--spec-draft-n-max 3" in readme
+    assert "learned mask vector" in readme and "| Q8_0 |" in readme and "--spec-draft-n-max 3" in readme
 
 
 def test_the_drafter_of_the_file_drafts_what_the_published_one_does(base: Path, config: RunConfig) -> None:

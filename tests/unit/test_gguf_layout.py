@@ -146,7 +146,7 @@ def test_a_file_of_another_writer_leaves_the_targets_depth_open_and_says_so() ->
         ("tokenizer.ggml.mask_token_id", None, r"tokenizer\.ggml\.mask_token_id is missing"),
         ("dflash.attention.sliding_window_pattern", None, "sliding_window_pattern is missing"),
         ("dflash.attention.sliding_window_pattern", [True], "layer_types"),
-        ("dflash.target_layers", [6, 6, 25, 34, 43], "target_layer_ids"),
+        ("dflash.target_layers", [6, 6, 25, 34, 43], "taps="),
     ],
 )
 def test_keys_that_describe_no_drafter_are_refused_by_name(key: str, value: object, text: str) -> None:
@@ -188,7 +188,7 @@ def test_the_storage_types_are_those_of_the_package_and_every_other_one_it_write
 
 
 @pytest.mark.parametrize("kind", GGUF_TYPES)
-@pytest.mark.parametrize("scale", [1e-9, 1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("scale", [1e-9, 1e-3, 1.0, 1e2])
 def test_values_come_back_within_the_bound_of_their_type_and_the_bound_is_no_excuse(kind: str, scale: float) -> None:
     values = torch.randn(64, 96) * scale
     values[::2, ::9] *= 20  # blocks with an outlier

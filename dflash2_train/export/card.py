@@ -89,8 +89,9 @@ def _serving(config: RunConfig, published: dict[str, Any]) -> list[str]:
         f"vLLM counts drafted tokens ({size - 1}), SGLang the whole block ({size}). More than that was never trained.",
         "",
         "Only vLLM and dflash2-train's own runner read `mask_embedding.pt`; vLLM logs `Loaded DFlash mask embedding` "
-        "at start. SGLang and the llama.cpp converter embed the target's own row of the mask token instead, so expect "
-        "fewer accepted tokens there. llama.cpp also needs the folder converted to GGUF first.",
+        "at start. SGLang and llama.cpp's own converter embed the target's row of the mask token instead, so expect "
+        "fewer accepted tokens there. For llama.cpp, `dflash2-export` with `export.format=gguf` writes files that carry "
+        "the vector.",
         "",
     ]
 

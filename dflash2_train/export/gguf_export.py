@@ -116,9 +116,9 @@ def source_record(folder: DrafterFolder, config: RunConfig) -> dict[str, Any]:
     copied = None if settings.tokenizer_from is None else absolute(settings.tokenizer_from)
     if copied is not None and not copied.is_file():
         raise GgufError(f"export.gguf.tokenizer_from={copied}: no such file. Name a GGUF of the target.")
-    present = [name for name in (CONFIG, WEIGHTS, MASK) if (folder.folder / name).exists()]
+    papers = {name: sha256_file(folder.folder / name) for name in (CONFIG, MASK) if (folder.folder / name).exists()}
     return {
-        "drafter": {name: sha256_file(folder.folder / name) for name in present},
+        "drafter": {**papers, WEIGHTS: folder.weights_sha256},
         "target_hash": hash_model_folder(target),
         "tokenizer_hash": hash_tokenizer_files(target),
         "template_hash": hash_chat_template(target),
@@ -221,7 +221,7 @@ def file_entries(config: RunConfig, folder: DrafterFolder, kind: str) -> dict[st
         "general.file_type": Entry("UINT32", STORAGE_TYPES[kind].file_type),
         "general.quantization_version": Entry("UINT32", gguf_package().GGML_QUANT_VERSION),
         f"{OWN_PREFIX}.num_target_layers": Entry("UINT32", folder.shape.num_target_layers),
-        SOURCE_KEY: Entry("STRING", sha256_file(folder.folder / WEIGHTS)),
+        SOURCE_KEY: Entry("STRING", folder.weights_sha256),
     }
     own = drafter_entries(folder.shape, mrope=uses_mrope(read_json(target / "config.json")))
     return {**entries, **{f"{ARCHITECTURE}.{key}": entry for key, entry in own.items()}}

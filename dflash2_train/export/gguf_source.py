@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from dflash2_train.export.payload import (
 )
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
+from dflash2_train.provenance import sha256_file
 from dflash2_train.target import TargetTensors
 
 
@@ -121,6 +123,11 @@ class DrafterFolder:
         if faults:
             listed = "\n  ".join(faults)
             raise GgufError(f"{self.folder}: no drafter that llama.cpp could load:\n  {listed}")
+
+    @cached_property
+    def weights_sha256(self) -> str:
+        """Hex sha256 of the weights file."""
+        return sha256_file(self.folder / WEIGHTS)
 
     def _read_mask(self) -> Tensor | None:
         """The learned mask vector [H]; None where there is no file, so that the target's own row is meant."""

@@ -90,7 +90,7 @@ def _write(writer: Any, path: Path, tensors: Iterable[PlannedTensor]) -> None:
     for tensor in tensors:
         writer.write_padding(file, file.tell())  # each tensor starts on a multiple of the alignment
         for rows in tensor.source.pieces():
-            encode(rows, tensor.kind, tensor.published).tofile(file)
+            file.write(encode(rows, tensor.kind, tensor.published).data)  # tofile would hide a full disk's errno
     writer.write_padding(file, file.tell())
     writer.close()
 

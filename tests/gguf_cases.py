@@ -65,6 +65,4 @@ def save_drafter(config: RunConfig, folder: Path, dtype: str = "bfloat16") -> Pa
     """A published folder of the tiny drafter, every parameter random."""
     from dflash2_train.export.hf import export_hf
 
-    return export_hf(
-        make_drafter(config), config, make_target_info(config), folder, run_record=RECORD, dtype=dtype
-    )
+    return export_hf(make_drafter(config), config, make_target_info(config), folder, run_record=RECORD, dtype=dtype)

@@ -37,10 +37,12 @@ class GgufConfig:
             for value in values:
                 require(value in GGUF_TYPES, f"{key}.{name}", value, f"must be among {GGUF_TYPES}", "Pick one.")
         require(
-            self.embedding in EMBEDDINGS, f"{key}.embedding", self.embedding, f"must be one of {EMBEDDINGS}", "Use auto."
+            self.embedding in EMBEDDINGS,
+            f"{key}.embedding",
+            self.embedding,
+            f"must be one of {EMBEDDINGS}",
+            "Use auto.",
         )
         require(self.compare_blocks >= 0, f"{key}.compare_blocks", self.compare_blocks, "must be at least 0", "Use 64.")
         kinds = ("auto", "capture", "random")
-        require(
-            self.compare_on in kinds, f"{key}.compare_on", self.compare_on, f"must be one of {kinds}", "Use auto."
-        )
+        require(self.compare_on in kinds, f"{key}.compare_on", self.compare_on, f"must be one of {kinds}", "Use auto.")

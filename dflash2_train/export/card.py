@@ -90,7 +90,7 @@ def _serving(config: RunConfig, published: dict[str, Any]) -> list[str]:
         "",
         "Only vLLM and dflash2-train's own runner read `mask_embedding.pt`; vLLM logs `Loaded DFlash mask embedding` "
         "at start. SGLang and llama.cpp's own converter embed the target's row of the mask token instead, so expect "
-        "fewer accepted tokens there. For llama.cpp, `dflash2-export` with `export.format=gguf` writes files that carry "
+        "fewer accepted tokens there. For llama.cpp `dflash2-export` with `export.format=gguf` writes files that carry "
         "the vector.",
         "",
     ]

@@ -207,9 +207,7 @@ def _file_embedding(drafter: GgufDrafter, head: FrozenHead) -> Embed:
     return lambda ids: torch.stack([drafter.file.row("token_embd.weight", index) for index in ids.tolist()])
 
 
-def _summarise(
-    rows: Sequence[ProbeRow], reference: Sequence[DraftedRow], drafted: Sequence[DraftedRow]
-) -> Comparison:
+def _summarise(rows: Sequence[ProbeRow], reference: Sequence[DraftedRow], drafted: Sequence[DraftedRow]) -> Comparison:
     difference = total = 0.0
     for wanted, found in zip(reference, drafted, strict=True):
         difference += float((found.hidden - wanted.hidden).double().square().sum())

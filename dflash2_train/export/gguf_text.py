@@ -9,7 +9,6 @@ from dflash2_train.config import RunConfig
 from dflash2_train.export.card import serving_commands
 from dflash2_train.model.drafter_config import DrafterShape
 
-
 LEGEND = (
     "- states: relative error of the states after the final norm",
     "- best token: share of slots whose best token by the unary logits is another one",

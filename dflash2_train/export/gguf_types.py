@@ -106,7 +106,7 @@ def error_bound(values: Tensor, kind: str) -> Tensor:
         return torch.zeros_like(exact)
     if kind in _HALF_ULP:
         return exact.abs() * _HALF_ULP[kind] + (_F16_FLOOR if kind == "F16" else 0.0)
-    blocks = exact.unflatten(-1, (-1, 32))  # [n, m / 32, 32]
+    blocks = exact.view(len(exact), -1, 32)  # [n, m / 32, 32]
     largest = blocks.abs().amax(-1, keepdim=True)
     if kind == "MXFP4":  # scale 2^e: the largest value lies in 4..8 scales, is clipped at 6, and 4 neighbours 6
         bound = largest / 4
@@ -118,4 +118,4 @@ def error_bound(values: Tensor, kind: str) -> Tensor:
         extent = blocks.amax(-1, keepdim=True) - blocks.amin(-1, keepdim=True)
         bound = extent * (0.5 / steps + _HALF_ULP["F16"]) + largest * _HALF_ULP["F16"] + (steps + 1) * _F16_FLOOR
     bound = bound * (1 + 2.0**-16) + 2.0**-100  # products and quotients in fp32 round too
-    return bound.expand_as(blocks).flatten(-2)
+    return bound.expand_as(blocks).reshape(exact.shape)

@@ -168,7 +168,9 @@ def test_writing_again_touches_no_file_that_is_right_and_mends_one_that_is_not(c
 
 
 @pytest.mark.parametrize("change", ["weights", "mask", "embedding"])
-def test_a_change_of_the_source_or_the_settings_writes_anew(base: Path, config: RunConfig, change: str, tmp_path: Path) -> None:
+def test_a_change_of_the_source_or_the_settings_writes_anew(
+    base: Path, config: RunConfig, change: str, tmp_path: Path
+) -> None:
     source = save_drafter(config, tmp_path / "drafter")
     config.export.gguf.source = str(source)
     path = export_gguf(config) / "tiny-F32.gguf"

@@ -17,9 +17,8 @@ from tests.gguf_cases import PLACEHOLDERS, TEMPLATE, gguf_config, save_tokenizer
 
 V, MASK = 96, 95
 NORMAL, CONTROL, USER, UNUSED = 1, 3, 4, 5
-TRIPLES = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TRIPLES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + TAIL
 SINGLES = TRIPLES.replace("{1,3}", "")
 
 
@@ -159,9 +158,7 @@ def test_the_tokenizer_of_smollm2_is_the_one_in_its_own_gguf(repo_root: Path) ->
         pytest.skip("the first target is not built here")
     from data_gen.local_target import find_gguf
 
-    target = TargetConfig(
-        name=str(folder), license="apache-2.0", hidden_size=576, num_layers=30, vocab_size=49152
-    )
+    target = TargetConfig(name=str(folder), license="apache-2.0", hidden_size=576, num_layers=30, vocab_size=49152)
     keys = keys_of(target, num_tokens=49152, mask_id=16)
     wanted = gguf.GGUFReader(find_gguf()[0]).fields
     tokenizer = load_tokenizer(target)

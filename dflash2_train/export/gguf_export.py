@@ -26,7 +26,7 @@ from dflash2_train.export.gguf_text import readme_text, table_lines
 from dflash2_train.export.gguf_tokenizer import add_tokenizer
 from dflash2_train.export.gguf_types import GgufError, gguf_package
 from dflash2_train.export.gguf_write import file_bits_per_value, write_gguf
-from dflash2_train.export.payload import CONFIG, MASK, TOOL, WEIGHTS, read_json
+from dflash2_train.export.payload import CONFIG, GGUF_RECORD, MASK, TOOL, WEIGHTS, read_json
 from dflash2_train.export.run import export_checkpoint
 from dflash2_train.provenance import (
     atomic_write_json,
@@ -41,7 +41,6 @@ from dflash2_train.provenance import (
 from dflash2_train.target import FrozenHead, TargetInfo, metadata_folder, open_target_config
 
 logger = logging.getLogger(__name__)
-RECORD = "gguf.json"
 SIZES = "target-sizes"  # the doctor's check
 README = "README.md"
 SOURCE_KEY = f"{OWN_PREFIX}.source_sha256"  # of the weights that a file was made from; marks it as ours
@@ -74,7 +73,7 @@ def export_gguf(config: RunConfig) -> Path:
         "files": files,
         "comparison": comparison,
     }
-    atomic_write_json(out_dir / RECORD, record)
+    atomic_write_json(out_dir / GGUF_RECORD, record)
     atomic_write_text(out_dir / README, readme_text(config, folder.shape, record))
     for line in table_lines(files, comparison):
         logger.info("%s", line)
@@ -142,14 +141,14 @@ def previous_record(out_dir: Path) -> dict[str, Any] | None:
     Raises:
         GgufError: a record that is damaged, or not one of this tool's.
     """
-    if not (out_dir / RECORD).exists():
+    if not (out_dir / GGUF_RECORD).exists():
         return None
     try:
-        record = read_json(out_dir / RECORD)
+        record = read_json(out_dir / GGUF_RECORD)
     except ValueError as error:
         raise GgufError(f"{error} Remove the file to write everything anew.") from error
     if record.get("tool") != TOOL:
-        raise GgufError(f"{out_dir / RECORD}: not this tool's. Choose another folder with export.gguf.output_dir.")
+        raise GgufError(f"{out_dir / GGUF_RECORD}: not this tool's. Choose another folder with export.gguf.output_dir.")
     return record
 
 

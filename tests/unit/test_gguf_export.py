@@ -308,7 +308,7 @@ def break_source(folder: Path, kind: str) -> None:
         ("nan", r"layers\.1\.mlp\.up_proj\.weight holds values that are not finite"),
         ("candidates", r"selector_top_k=6: llama\.cpp needs hidden_size"),
         ("causal", "is_causal"),
-        ("vocabulary", "num_target_layers=7, but the target has 6"),
+        ("vocabulary", "num_target_layers=7, the target has 6"),
         ("cut", "cannot be read"),
     ],
 )

@@ -21,6 +21,7 @@ from dflash2_train.export.hub.push import git_hash, plan_push, push
 from dflash2_train.export.payload import ALL_FILES
 from dflash2_train.provenance import sha256_file
 from tests.cases import RECORD, edit_json, make_drafter, make_target_info, tiny_run_config
+from tests.contract.tiny_gguf import gguf_parts, write_gguf
 from tests.stub_hub import CUT, TOKEN, Answer, StubHub
 
 REPO = "somebody/tiny-DFlash2"
@@ -247,6 +248,50 @@ def test_a_faulty_or_edited_drafter_never_leaves(hub: StubHub, folder: Path) -> 
         plan_push(folder)
     with pytest.raises(UserError, match="no such folder"):
         plan_push(folder / "nowhere")
+
+
+def gguf_folder(folder: Path, to: Path) -> Path:
+    """GGUF files of the drafter in ``folder`` with the record that the export writes."""
+    pytest.importorskip("gguf")
+    to.mkdir()
+    path = write_gguf(to / "tiny-BF16.gguf", gguf_parts(folder))
+    weights = sha256_file(folder / "model.safetensors")
+    files = {path.name: {"type": "BF16", "sha256": sha256_file(path)}}
+    record = {
+        "tool": "dflash2-train",
+        "config": {"name": "tiny"},
+        "source": {"drafter": {"model.safetensors": weights}},
+    }
+    (to / "gguf.json").write_text(json.dumps({**record, "files": files}))
+    (to / "README.md").write_text("---\nlicense: mit\n---\n")
+    return to
+
+
+def test_gguf_files_go_with_their_record_once_the_doctor_agrees(
+    hub: StubHub, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash2_train.export.hub import push as module
+
+    ggufs = gguf_folder(folder, folder.parent / "ggufs")
+    monkeypatch.setattr(module, "refuse_faults", lambda *_: None)  # the tiny drafter is too narrow for llama.cpp
+    push_to(hub, ggufs)
+    assert names(hub) == {"tiny-BF16.gguf", "gguf.json", "README.md", ".gitattributes"}
+    weights = sha256_file(folder / "model.safetensors")
+    assert hub.repositories[REPO].messages[-1].startswith(f"Drafter tiny as GGUF, of weights {weights[:12]}\n")
+
+
+def test_faulty_edited_or_unclean_gguf_files_never_leave(folder: Path) -> None:
+    ggufs = gguf_folder(folder, folder.parent / "ggufs")
+    with pytest.raises(UserError, match="would not serve as trained"):
+        plan_push(ggufs)
+    record = (ggufs / "gguf.json").read_text()
+    edit_json(ggufs / "gguf.json", config__run_dir="/home/somebody/runs")
+    with pytest.raises(UserError, match="kept local paths"):
+        plan_push(ggufs)
+    (ggufs / "gguf.json").write_text(record)
+    (ggufs / "tiny-BF16.gguf").write_bytes((ggufs / "tiny-BF16.gguf").read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"tiny-BF16\.gguf changed after the export"):
+        plan_push(ggufs)
 
 
 def test_what_the_doctor_finds_stops_a_push(hub: StubHub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ _READ_BYTES = 1 << 20
 NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")  # the driver's own list, so that no CUDA library is needed
 _LOCAL_PATH = re.compile(r"(?<![\w.:/~…])~?/(?:[^/\s'\",\]}]+/)*([^/\s'\",\]}]+)/?")
 _URL_HOST = re.compile(r"\b(https?://)[^/\s'\",\]}]+")
-_SECRET_NAMES = r"api[-_]?key|password|secret|hf[-_]?token|access[-_]?token"
+_SECRET_NAMES = r"api[-_]?key|password|secret|hf[-_]?token|access[-_]?token"  # noqa: S105 - names, no value
 _SECRET_KEY = re.compile(_SECRET_NAMES, re.IGNORECASE)
 _SECRET_WORD = re.compile(  # an option with its value, or a name, "=" or ":", and a value
     rf"((?:--?(?:{_SECRET_NAMES})[=\s]\s*|\b(?:{_SECRET_NAMES})[\"']?\s*[=:]\s*)[\"']?)[^\s,\"'\]}}]+", re.IGNORECASE

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 CUT = "cut"
-LFS_SUFFIXES = (".safetensors", ".pt", ".bin")
+LFS_SUFFIXES = (".safetensors", ".pt", ".bin", ".gguf")
 TOKEN = "hf_" + "StubHubToken0123456789"
 
 

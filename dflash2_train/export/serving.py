@@ -43,7 +43,8 @@ def server_notes(published: Mapping[str, Any], *, mask_folded: bool = False) -> 
     table = (
         "the mask vector is in the embedding of this folder, which the converter must keep."
         if mask_folded
-        else "the stock converter leaves `mask_embedding.pt` out, so expect fewer accepted tokens."
+        else "the stock converter leaves `mask_embedding.pt` out, so expect fewer accepted tokens; `dflash2-export` "
+        "with `export.format=gguf` writes files that carry it."
     )
     return {
         "vLLM": "Needs its model runner V2 and Triton. Reads `mask_embedding.pt` and logs `Loaded DFlash mask "

@@ -142,6 +142,8 @@ WITNESS = Witness()
 
 def main() -> None:
     """All cases, one after the other."""
+    import vllm.v1.worker.cpu.shm  # noqa: F401 - as vLLM's CPU worker does: calls to an accelerator become no-ops
+
     triton_on_cpu.norm_keys_by_layer()
     WITNESS.watch_loading()
     for case in json.loads(sys.argv[1]):

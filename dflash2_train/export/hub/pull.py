@@ -63,7 +63,13 @@ class _Source:
         return Path(
             self.call(
                 f"fetching {name} of",
-                lambda: self.api.hf_hub_download(self.repo_id, name, revision=self.commit, local_dir=folder),
+                lambda: self.api.hf_hub_download(
+                    self.repo_id,
+                    name,
+                    revision=self.commit,
+                    local_dir=folder,
+                    cache_dir=folder / LIBRARY_FOLDER,  # or it would copy from the user's cache, damaged or not
+                ),
             )
         )
 
@@ -80,7 +86,7 @@ def pull(
 
     Args:
         repo_id: ``owner/name``.
-        folder: to make; an earlier pull of the same repository there is replaced, anything else is refused.
+        folder: to make; an unchanged earlier pull of the same repository there is replaced, anything else is refused.
         revision: branch, tag or commit; None = the newest of main.
         without_record: also take a drafter that this tool did not export: without ``run.json`` only the hashes that
             the Hub itself keeps can be checked.
@@ -93,10 +99,9 @@ def pull(
     """
     token = find_token(required=False)
     api = open_api(endpoint, token)
-    _refuse_other_folder(folder, repo_id)
+    kept = _pulled_before(folder, repo_id)
     source = _Source(api, HubCaller(api.endpoint, repo_id, token), repo_id, revision)
-    kept = _pulled_before(folder)
-    if kept is not None and kept["commit"] == source.commit and hash_files(folder, leave_out=()) == kept["files"]:
+    if kept is not None and kept.get("commit") == source.commit:
         return Pulled(folder=folder, commit=source.commit, num_files=len(kept["files"]), skipped=[], was_there=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.{source.commit[:12]}.pull")
@@ -116,21 +121,26 @@ def pull(
     return Pulled(folder=folder, commit=source.commit, num_files=len(wanted), skipped=skipped, was_there=False)
 
 
-def _pulled_before(folder: Path) -> dict[str, Any] | None:
-    path = folder / PULLED
-    return read_json(path) if path.exists() else None
+def _pulled_before(folder: Path, repo_id: str) -> dict[str, Any] | None:
+    """The note of an unchanged pull of this repository in ``folder``; None where nothing is there.
 
-
-def _refuse_other_folder(folder: Path, repo_id: str) -> None:
-    """Raise UserError when ``folder`` holds anything but an earlier pull of this repository."""
+    Raises:
+        UserError: something else is there, or somebody changed what was pulled.
+    """
     if folder.is_file():
         raise UserError(f"--to {folder}: is a file. Name another folder.")
     if not folder.exists() or not any(folder.iterdir()):
-        return
-    kept = _pulled_before(folder)
-    if kept is None or kept.get("repo_id") != repo_id:
-        held = "no pull wrote it" if kept is None else f"it was pulled from {kept.get('repo_id')}"
+        return None
+    try:
+        kept = read_json(folder / PULLED) if (folder / PULLED).exists() else {}
+    except ValueError as error:
+        raise UserError(f"--to {folder}: {error}") from error
+    if kept.get("repo_id") != repo_id:
+        held = f"was pulled from {kept['repo_id']}" if kept.get("repo_id") else "was written by no pull"
         raise UserError(f"--to {folder}: is there and {held}, so it is left as it is. Name another folder.")
+    if kept.get("files") != hash_files(folder, leave_out=()):
+        raise UserError(f"--to {folder}: changed since it was pulled. Move it away, or name another folder.")
+    return kept
 
 
 def _wanted(source: _Source, partial: Path, without_record: bool) -> set[str]:

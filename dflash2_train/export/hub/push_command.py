@@ -30,7 +30,7 @@ def show(plan: PushPlan) -> None:
     console.print(rows)
     console.print(f"{len(plan.files)} files, {plan.num_bytes:,} bytes", highlight=False)
     if plan.left_here:
-        console.print(f"not listed in run.json, stays here: {', '.join(plan.left_here)}", highlight=False, markup=False)
+        console.print(f"not in its record, stays here: {', '.join(plan.left_here)}", highlight=False, markup=False)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -40,7 +40,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Put an exported drafter on the Hugging Face Hub, in one commit, after doctor and hashes agree. "
         "A push that was cut is continued by the same command. The token is that of hf auth login, or HF_TOKEN.",
     )
-    parser.add_argument("folder", type=Path, help="exported drafter")
+    parser.add_argument("folder", type=Path, help="exported drafter, or folder of GGUF files")
     parser.add_argument("repo_id", help="owner/name; created if missing")
     parser.add_argument(
         "--public", action="store_true", help="for everyone to see; without it the repository is private"

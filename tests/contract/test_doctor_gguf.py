@@ -45,7 +45,6 @@ def test_the_five_layer_drafter_has_81_tensors(folders: dict[str, Path]) -> None
 
 def test_the_files_of_our_own_exporter_are_clean_in_every_kind_of_type(tmp_path: Path) -> None:
     config = gguf_config(tmp_path)
-    config.drafter.selector_top_k = 4
     save_target(config)
     save_drafter(config, tmp_path / "drafter")
     config.export.gguf.source = str(tmp_path / "drafter")

@@ -220,8 +220,8 @@ def _llama_pitfalls(drafter: OpenedDrafter, name: str) -> Iterator[str]:
     yield "the folder must become a GGUF first, with the target's tokenizer; check that file too"
     if drafter.mask:
         yield (
-            f"{MASK} is not read by the stock converter: the GGUF needs a token embedding whose mask row is that vector, "
-            "as dflash2-export writes it with export.format=gguf"
+            f"{MASK} is not read by the stock converter: the GGUF needs a token embedding whose mask row is that "
+            "vector, as dflash2-export writes it with export.format=gguf"
         )
 
 

@@ -109,7 +109,7 @@ class Weights:
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The values of ``name`` in float32, some rows at a time (a scalar as it is)."""
         stored = self.tensors[name]
-        with safe_open(stored.file, framework="pt") as file:
+        with safe_open(stored.file, framework="pt", backend="pread") as file:  # read, not mapped: pages count as memory
             if not stored.shape:
                 yield file.get_tensor(name).float()
                 return

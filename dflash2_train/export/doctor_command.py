@@ -40,7 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="one JSON document in the place of tables")
     parser.add_argument("--strict", action="store_true", help="a warning fails as well")
     parser.add_argument("--serve", choices=SERVER_CHOICES, help="what this server makes of it, and its launch command")
-    parser.add_argument("--proposals", type=int, metavar="N", help="tokens to propose; default block_size - 1")
+    parser.add_argument(
+        "--proposals", type=int, metavar="N", help="tokens to propose; default: as run.json says, else block_size - 1"
+    )
     return parser
 
 
@@ -90,7 +92,7 @@ def _examined_folder(
         CHOICES[options.serve],
         examination.findings,
         name=obtained.name,
-        target=options.target or "TARGET",
+        target=options.target,
         proposals=options.proposals,
     )
 

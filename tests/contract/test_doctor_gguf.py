@@ -12,11 +12,14 @@ from dflash2_train.export.commands import dispatch
 from dflash2_train.export.doctor.gguf_checks import examine_gguf
 from dflash2_train.export.doctor.gguf_file import GGUF_CHECKS
 from dflash2_train.export.doctor.target_facts import TargetFacts
+from dflash2_train.export.gguf_export import export_gguf
+from dflash2_train.target import open_target_config
 from tests.cases import make_target_info
 from tests.contract.drafter_families import export_family, tiny_family
 from tests.contract.gguf_faults import GGUF_FAULTS, SWA, GgufFault, found_in_gguf
 from tests.contract.tiny_gguf import gguf_parts, write_gguf
 from tests.families import EXPERIMENTS, VOCAB
+from tests.gguf_cases import gguf_config, save_drafter, save_target
 
 pytest.importorskip("gguf")
 
@@ -38,6 +41,18 @@ def test_a_clean_gguf_of_every_experiment_has_no_finding(
 
 def test_the_five_layer_drafter_has_81_tensors(folders: dict[str, Path]) -> None:
     assert len(gguf_parts(folders[SWA]).tensors) == 81
+
+
+def test_the_files_of_our_own_exporter_are_clean_in_every_kind_of_type(tmp_path: Path) -> None:
+    config = gguf_config(tmp_path)
+    config.drafter.selector_top_k = 4
+    save_target(config)
+    save_drafter(config, tmp_path / "drafter")
+    config.export.gguf.source = str(tmp_path / "drafter")
+    config.export.gguf.types = ["F32", "BF16", "F16", "Q8_0", "Q4_1"]
+    files = sorted(export_gguf(config).glob("*.gguf"))
+    target = TargetFacts.of(open_target_config(config.target))
+    assert [examine_gguf(path, target=target).findings for path in files] == [[]] * 5
 
 
 @pytest.mark.parametrize("fault", GGUF_FAULTS, ids=lambda fault: f"{fault.check}: {fault.what}")

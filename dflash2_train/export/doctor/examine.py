@@ -32,7 +32,7 @@ def _run(drafter: OpenedDrafter, groups: tuple[str, ...]) -> list[Finding]:
     findings = DRAFTER_CHECKS.run(drafter, "kind")
     if not findings:
         findings = [finding for group in groups for finding in DRAFTER_CHECKS.run(drafter, group)]
-        if not any(finding.check in _OF_THE_CONFIG for finding in findings):
+        if not any(DRAFTER_CHECKS.group_of(finding.check) == "config" for finding in findings):
             findings += _own_reader(drafter)
     return errors_first(findings)
 
@@ -55,9 +55,6 @@ def _own_reader(drafter: OpenedDrafter) -> list[Finding]:
             )
         ]
     return []
-
-
-_OF_THE_CONFIG = frozenset(id for id, check in DRAFTER_CHECKS.checks.items() if check.group == "config")
 
 
 def check_config(config: dict[str, Any], *, target: TargetInfo | None = None) -> list[Finding]:
@@ -83,7 +80,13 @@ def examine(folder: Path, *, target: TargetFacts | None = None) -> Examination[O
     except ValueError as error:
         return Examination(subject=None, findings=[_no_config(str(error))], not_checked=["everything else"])
     drafter = OpenedDrafter(config, folder, target)
-    return Examination(subject=drafter, findings=_run(drafter, FOLDER_GROUPS), not_checked=_not_checked(drafter))
+    findings = _run(drafter, FOLDER_GROUPS)
+    stopped = any(DRAFTER_CHECKS.group_of(finding.check) == "kind" for finding in findings)
+    return Examination(
+        subject=drafter,
+        findings=findings,
+        not_checked=["everything else"] if stopped else _not_checked(drafter),
+    )
 
 
 def check_folder(folder: Path, *, target_info: TargetInfo | None = None) -> list[Finding]:

@@ -92,6 +92,10 @@ class Registry(Generic[Subject]):
 
         return enter
 
+    def group_of(self, id: str) -> str | None:
+        """The group of the check ``id``; None if there is no such check here."""
+        return self.checks[id].group if id in self.checks else None
+
     def run(self, subject: Subject, group: str) -> list[Finding]:
         """The findings of all checks in ``group``."""
         checks = [check for check in self.checks.values() if check.group == group]

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dflash2_train.export.doctor.findings import ERROR, Examination
+from dflash2_train.export.doctor.findings import ERROR, READERS, Examination
 
 if TYPE_CHECKING:
     from dflash2_train.export.doctor.obtain import Obtained
@@ -71,7 +71,7 @@ def show(console: Console, obtained: Obtained, examination: AnyExamination, view
                 Text(finding.severity, style=STYLES[finding.severity]),
                 Text(finding.check),
                 Text(finding.message),
-                Text("\n".join(finding.servers) or "people"),
+                Text(_touched(finding.servers)),
                 Text(finding.next_step),
             )
         console.print(table)
@@ -83,8 +83,14 @@ def show(console: Console, obtained: Obtained, examination: AnyExamination, view
         _show_view(console, view)
 
 
+def _touched(servers: tuple[str, ...]) -> str:
+    """The readers, a line each; of a rule that no program reads, people are touched."""
+    return "all readers" if servers == READERS else "\n".join(servers) or "people"
+
+
 def _show_view(console: Console, view: ServingView) -> None:
-    table = Table("what it reads", "value", f"what {view.server} makes of it", title=f"\n{view.server}")
+    console.print(Text(f"\n{view.server}", style="bold"))
+    table = Table("what it reads", "value", f"what {view.server} makes of it")
     for row in view.reads:
         table.add_row(Text(row.key), Text(row.value), Text(row.effect))
     console.print(table)

@@ -61,7 +61,7 @@ def serving_view(
     findings: list[Finding],
     *,
     name: str,
-    target: str,
+    target: str | None = None,
     proposals: int | None = None,
 ) -> ServingView | None:
     """The view of ``server`` (a value of ``CHOICES``).
@@ -71,7 +71,7 @@ def serving_view(
         server: whose view.
         findings: of the examination; those that touch the server are among its pitfalls.
         name: of the drafter, for the command.
-        target: of the target, for the command.
+        target: of the target, for the command; None is the one that the drafter's record names.
         proposals: N; None is what the drafter's record says, else W - 1.
 
     Returns:
@@ -81,13 +81,24 @@ def serving_view(
     if width is None or width < 2:
         return None
     count = (drafter.num_proposals or width - 1) if proposals is None else proposals
-    touching = [f"{finding.message} [{finding.check}]" for finding in findings if server in finding.servers]
     return ServingView(
         server=server,
-        command=serving_commands(target, name, count + 1)[server],
+        command=serving_commands(target or _recorded_target(drafter) or "TARGET", name, count + 1)[server],
         reads=[*_common(drafter, server), *_READS[server](drafter, count)],
-        pitfalls=[*touching, *_PITFALLS[server](drafter, name), *_count_pitfall(width, count)],
+        pitfalls=[*_touching(findings, server), *_PITFALLS[server](drafter, name), *_count_pitfall(width, count)],
     )
+
+
+def _recorded_target(drafter: OpenedDrafter) -> str | None:
+    """The target's name in the drafter's own record."""
+    recorded = (drafter.record or {}).get("target")
+    name = recorded.get("name") if isinstance(recorded, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _touching(findings: list[Finding], server: str) -> list[str]:
+    """The findings that touch the server, with what to do about each."""
+    return [f"{found.message} [{found.check}]. {found.next_step}" for found in findings if server in found.servers]
 
 
 def _count_pitfall(width: int, count: int) -> Iterator[str]:
@@ -123,8 +134,12 @@ def _common(drafter: OpenedDrafter, server: str) -> Iterator[Read]:
         value=f"is_causal={drafter.config.get('is_causal')}",
         effect=_attention(drafter, server),
     )
-    rope = drafter.config.get("rope_parameters")
-    yield Read(key="rope_parameters", value=str(rope), effect="rotates halves of each head (NeoX layout)")
+    halves = all(drafter.config.get(key, True) is True for key in ("is_neox_style", "rope_is_neox_style"))
+    yield Read(
+        key="rope_parameters",
+        value=str(drafter.config.get("rope_parameters")),
+        effect="rotates halves of each head (NeoX layout)" if halves else "the layout is not the same for all readers",
+    )
     for key in ("output_multiplier", "final_logit_softcapping"):
         if drafter.nested.get(key) is not None:
             yield Read(key=key, value=str(drafter.nested[key]), effect="shapes the logits before the top candidates")
@@ -204,7 +219,10 @@ def _llama_reads(drafter: OpenedDrafter, count: int) -> Iterator[Read]:
 def _llama_pitfalls(drafter: OpenedDrafter, name: str) -> Iterator[str]:
     yield "the folder must become a GGUF first, with the target's tokenizer; check that file too"
     if drafter.mask:
-        yield f"{MASK} is not read by the converter: the GGUF needs a token embedding whose mask row is that vector"
+        yield (
+            f"{MASK} is not read by the stock converter: the GGUF needs a token embedding whose mask row is that vector, "
+            "as dflash2-export writes it with export.format=gguf"
+        )
 
 
 _READS: dict[str, Callable[[OpenedDrafter, int], Iterator[Read]]] = {
@@ -254,7 +272,7 @@ def gguf_view(
             ),
         ],
         pitfalls=[
-            *(f"{finding.message} [{finding.check}]" for finding in findings if LLAMA_CPP in finding.servers),
+            *_touching(findings, LLAMA_CPP),
             *([] if own else ["no embedding of its own: a mask vector, if the drafter has one, is not in this file"]),
             *_count_pitfall(width, count),
         ],

@@ -121,9 +121,7 @@ def vllm(case: Case, out: Path, *, drafter: Path | None) -> tuple[dict[str, Any]
 
 def run_here(case: Case, drafter: Drafter, model: Any, prompt: list[int]) -> tuple[GenerationResult, Any]:
     """The runner's answer to one prompt and its blocks."""
-    settings = DecodeSettings(
-        max_new_tokens=case.max_tokens, num_drafted=case.num_proposals, stop_ids=frozenset()
-    )
+    settings = DecodeSettings(max_new_tokens=case.max_tokens, num_drafted=case.num_proposals, stop_ids=frozenset())
     proposer = Recording(
         drafter,
         embedding_weight=model.get_input_embeddings().weight,

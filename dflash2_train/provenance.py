@@ -38,6 +38,11 @@ _READ_BYTES = 1 << 20
 NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")  # the driver's own list, so that no CUDA library is needed
 _LOCAL_PATH = re.compile(r"(?<![\w.:/~…])~?/(?:[^/\s'\",\]}]+/)*([^/\s'\",\]}]+)/?")
 _URL_HOST = re.compile(r"\b(https?://)[^/\s'\",\]}]+")
+_SECRET_NAMES = r"api[-_]?key|password|secret|hf[-_]?token|access[-_]?token"  # noqa: S105 - names, no value
+_SECRET_KEY = re.compile(_SECRET_NAMES, re.IGNORECASE)
+_SECRET_WORD = re.compile(  # an option with its value, or a name, "=" or ":", and a value
+    rf"((?:--?(?:{_SECRET_NAMES})[=\s]\s*|\b(?:{_SECRET_NAMES})[\"']?\s*[=:]\s*)[\"']?)[^\s,\"'\]}}]+", re.IGNORECASE
+)
 _ADDRESS_KEYS = ("url", "urls", "server", "servers", "endpoint", "command")
 
 
@@ -199,7 +204,7 @@ def package_versions() -> dict[str, str]:
 
 
 def public_value(value: Any, key: str = "") -> Any:
-    """A JSON value as it may be published: absolute paths cut to their last part, servers without their host.
+    """A JSON value as it may be published: absolute paths cut to their last part, servers without host, no secrets.
 
     A record that travels with a drafter must tell how it was made and nothing about whose machine made it.
 
@@ -213,6 +218,9 @@ def public_value(value: Any, key: str = "") -> Any:
         return [public_value(part, key) for part in value]
     if not isinstance(value, str):
         return value
+    if value and _SECRET_KEY.fullmatch(key):
+        return "…"
+    value = _SECRET_WORD.sub(r"\1…", value)
     text = _URL_HOST.sub(r"\1…", value) if key in _ADDRESS_KEYS else value
     return _LOCAL_PATH.sub(r"…/\1", text)
 

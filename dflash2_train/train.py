@@ -484,9 +484,9 @@ def fresh_drafter(config: RunConfig, shape: DrafterShape, frozen: FrozenHead, sa
 
 def export_result(config: RunConfig) -> int:
     """Export the newest checkpoint, unless that very checkpoint is exported already."""
-    from dflash2_train.export.run import export_checkpoint
+    from dflash2_train.export.formats import export_drafter
 
-    folder = export_checkpoint(config)
+    folder = export_drafter(config)
     logger.info("serve-ready drafter: %s", folder)
     return 0
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 CUT = "cut"
-LFS_SUFFIXES = (".safetensors", ".pt", ".bin")
+LFS_SUFFIXES = (".safetensors", ".pt", ".bin", ".gguf")
 TOKEN = "hf_" + "StubHubToken0123456789"
 
 
@@ -60,7 +60,8 @@ class Repository:
     messages: list[str] = field(default_factory=list)
 
     def commit(self, branch: str, files: dict[str, Blob], message: str) -> str:
-        sha = hashlib.sha1(f"{branch}{len(self.commits)}{message}".encode()).hexdigest()
+        content = [(name, blob.sha256) for name, blob in sorted(files.items())]
+        sha = hashlib.sha1(f"{branch}{len(self.commits)}{message}{content}".encode()).hexdigest()
         self.commits[sha] = files
         self.branches[branch] = sha
         self.messages.append(message)

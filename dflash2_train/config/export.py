@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from dflash2_train.config.drafter import DrafterConfig
+from dflash2_train.config.export_gguf import GgufConfig
 from dflash2_train.config.rules import DTYPES, require
 from dflash2_train.config.train import TrainConfig
 
+FORMATS = ("hf", "gguf")
 WEIGHTS = ("last", "ema", "mean")
 TABLES = ("embed_tokens", "lm_head")
 
@@ -19,7 +21,7 @@ class ExportConfig:
     """The serve-ready folder."""
 
     output_dir: str = MISSING
-    format: str = "hf"  # hf
+    format: str = "hf"  # hf: the folder that vLLM, SGLang and the runner load; gguf: that, and files for llama.cpp
     checkpoint: str | None = None  # checkpoint folder, or best; None = the newest whole one of train.output_dir
     weights: str = "last"  # last: as trained; ema: their moving average (train.ema_decay); mean: of average_last
     average_last: int = 1  # checkpoints up to the chosen one that weights=mean averages, in fp32
@@ -29,13 +31,14 @@ class ExportConfig:
     tables: list[str] = field(default_factory=list)  # of the target's to put in: embed_tokens, lm_head
     fold_mask: bool = False  # the mask token's row of embed_tokens becomes the trained vector, as the file has it
     base_model: str | None = None  # Hub id that the card names where target.name is a local folder
+    gguf: GgufConfig = field(default_factory=GgufConfig)
 
     def resolved_num_proposals(self, drafter: DrafterConfig) -> int:
         """``num_proposals`` with the default written out."""
         return drafter.num_drafted if self.num_proposals is None else self.num_proposals
 
     def check(self, drafter: DrafterConfig, train: TrainConfig) -> None:
-        require(self.format == "hf", "export.format", self.format, "only hf is written so far", "Use hf.")
+        require(self.format in FORMATS, "export.format", self.format, f"must be one of {FORMATS}", "Use hf.")
         require(self.weights in WEIGHTS, "export.weights", self.weights, f"must be one of {WEIGHTS}", "Use last.")
         require(self.dtype in DTYPES, "export.dtype", self.dtype, f"must be one of {DTYPES}", "Use bfloat16.")
         require(
@@ -80,3 +83,4 @@ class ExportConfig:
             "replaces a row of an embedding that is not exported",
             "Set export.tables=[embed_tokens] too.",
         )
+        self.gguf.check()

@@ -79,10 +79,13 @@ def front_matter(record: Mapping[str, Any]) -> list[str]:
 
 
 def _hub_sources(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Training prompt sources that are data sets of the Hub; a local path was cut to ``…/name`` in the record."""
+    """Training prompt sources that are data sets of the Hub: these alone name a commit, or allow the newest."""
     sources = dig(run_config(record), "data", "train_prompts") or []
-    return [source for source in sources if source.get("kind") == "datasets" and source["path"].count("/") == 1
-            and not source["path"].startswith(("…", "."))]
+    return [
+        source
+        for source in sources
+        if source["kind"] == "datasets" and (source.get("revision") or source.get("allow_unpinned"))
+    ]
 
 
 def _architecture(published: Mapping[str, Any], record: Mapping[str, Any]) -> Facts:
@@ -96,9 +99,9 @@ def _architecture(published: Mapping[str, Any], record: Mapping[str, Any]) -> Fa
     heads = f"{published['num_attention_heads']} query and {published['num_key_value_heads']} key heads"
     kernel = f"{nested['conv_kernel_size']} tokens, groups of {nested['conv_group_size']} channels"
     rope = published.get("rope_parameters") or {}
-    target = f"{published['num_target_layers']} layers, hidden size {published['hidden_size']}"
+    target = f"{published['num_target_layers']} layers, hidden size {published['hidden_size']:,}"
     return (
-        ("target", f"{record['target']['name']} ({target}, vocabulary {published['vocab_size']})"),
+        ("target", f"{record['target']['name']} ({target}, vocabulary {published['vocab_size']:,})"),
         ("drafter layers", f"{published['num_hidden_layers']} ({attention})"),
         ("parameters", dig(record, "export", "parameters")),
         ("weights", dig(record, "export", "dtype")),
@@ -223,8 +226,12 @@ def prompt_rows(record: Mapping[str, Any], split: str) -> list[tuple[str, object
         ]
     configured = dig(run_config(record), "data", "train_prompts" if split == "train" else "holdout_prompts") or []
     return [
-        (source.get("path") or f"{source['kind']} {source.get('split', '')}", source.get("license") or None, None,
-         source.get("terms") or "")
+        (
+            source.get("path") or f"{source['kind']} {source.get('split', '')}",
+            source.get("license") or None,
+            None,
+            source.get("terms") or "",
+        )
         for source in configured
     ]
 
@@ -265,7 +272,8 @@ def card_text(published: Mapping[str, Any], record: Mapping[str, Any], hashes: M
             published,
             target["hub_id"] or target["name"],
             record.get("repo_id") or THIS_FOLDER,
-            dig(record, "export", "num_proposals"),
+            num_proposals=dig(record, "export", "num_proposals"),
+            mask_folded=bool(dig(record, "export", "mask_folded")),
         ),
         evaluation_lines(record, published),
         ["## Training", "", *table(("", ""), _training(record))],

@@ -1,94 +1,13 @@
-"""``dflash2-export card FOLDER --evaluation report.json …``: add evaluations to an exported drafter, render its card.
-
-Card, PROVENANCE.txt and run.json are made anew in a copy of the folder (weights as hard links), which then takes its
-place: readers see the old papers or the new ones, never a mixture.
-"""
+"""``dflash2-export card FOLDER --evaluation report.json …``: evaluations go into a drafter, its card is made anew."""
 
 from __future__ import annotations
 
 import argparse
-import logging
-import os
-import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from dflash2_train.config import RunConfig, UserError, absolute
-from dflash2_train.export.evaluations import EvaluationError, add_evaluations, read_report, refuse_other_drafter
-from dflash2_train.export.hf import check_replaceable, replace_folder
-from dflash2_train.export.payload import CARD, RECORD
-from dflash2_train.export.record import changed_files, finish_papers, read_record
-
-logger = logging.getLogger(__name__)
-REPORT = "report.json"  # of dflash2-eval in eval.output_dir
-
-
-def rewrite_papers(folder: Path, reports: list[Path], *, repo_id: str | None = None) -> list[str]:
-    """Add evaluation reports to an exported drafter and make its papers anew, all or nothing.
-
-    Args:
-        folder: of an exported drafter, unchanged since.
-        reports: of ``dflash2-eval``; may be empty, to render with a newer version of this tool.
-        repo_id: of the Hub, for the serving commands of the card; None = as before, THIS_FOLDER at first.
-
-    Returns:
-        Names of the evaluation files that were added.
-
-    Raises:
-        UserError: not our export, files changed since, or a report that is none or of another drafter.
-    """
-    check_replaceable(folder)  # also brings back a folder that a crash left aside
-    record = read_record(folder)
-    refuse_changed(folder, record)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
-        shutil.copytree(folder, temporary, copy_function=_link)
-        added = add_evaluations(temporary, record, reports)
-        record["repo_id"] = repo_id or record.get("repo_id")
-        finish_papers(temporary, record)
-        replace_folder(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return added
-
-
-def refuse_changed(folder: Path, record: dict[str, Any]) -> None:
-    """Raise UserError when a file is not as it was exported, or when the record lacks what papers are made from."""
-    changed = changed_files(folder, record)
-    if changed:
-        raise UserError(
-            f"{folder}: {', '.join(changed)} changed after the export, and new papers would hide that. "
-            "Restore the files, or export again."
-        )
-    if "target" not in record:
-        raise UserError(f"{folder / RECORD}: is of an earlier version. Export the checkpoint again, then add reports.")
-
-
-def _link(source: str, target: str) -> None:
-    """Weights need no second copy: papers are replaced by rename, which leaves the other name of a file alone."""
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copy2(source, target)
-
-
-def add_found_report(config: RunConfig, folder: Path) -> list[str]:
-    """Take the run's own report into the card of its export, if there is one about these very files.
-
-    Returns:
-        Names of the evaluation files that were added; empty when there is no report, or one of another checkpoint.
-    """
-    path = absolute(config.eval.output_dir) / REPORT
-    if not path.exists():
-        return []
-    try:
-        report = read_report(path)
-        refuse_other_drafter(report, path, read_record(folder)["files"])
-    except EvaluationError as error:
-        logger.info("not taken into the card: %s", error)
-        return []
-    return rewrite_papers(folder, [path])
+from dflash2_train.config import absolute
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -96,7 +15,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="dflash2-export card", description="Add evaluations to an exported drafter and render its card again."
     )
-    parser.add_argument("folder", type=Path, help="exported drafter; README.md, PROVENANCE.txt and run.json are renewed")
+    parser.add_argument(
+        "folder", type=Path, help="exported drafter; README.md, PROVENANCE.txt and run.json are renewed"
+    )
     parser.add_argument(
         "--evaluation", type=Path, nargs="+", default=[], metavar="REPORT", help="report.json files of dflash2-eval"
     )
@@ -107,8 +28,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Run the sub-command and return its exit code."""
     words = parse(argv)
+    from dflash2_train.export.rewrite import rewrite_papers
+
     folder = absolute(str(words.folder))
     reports = [absolute(str(path)) for path in words.evaluation]
     added = rewrite_papers(folder, reports, repo_id=words.repo_id)
-    logger.info("%s rendered anew, %d evaluations added: %s", CARD, len(added), folder / CARD)
+    sys.stdout.write(f"model card rendered anew, {len(added)} evaluations added: {folder}\n")
     return 0

@@ -16,6 +16,7 @@ KINDS = {
     "llama.cpp": "served by llama.cpp",
 }
 FEW_PROMPTS = 100
+Entry = Mapping[str, Any]
 
 
 def _length(value: float | None) -> str:
@@ -26,9 +27,14 @@ def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "-"
 
 
-def evaluation_lines(record: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
-    """The section, with one overview row for each way of measuring, and the details of what was measured."""
-    entries: Sequence[Mapping[str, Any]] = record.get("evaluations") or []
+def _kind(entry: Entry) -> str:
+    name = str(entry["measured_with"])
+    return KINDS.get(name, f"served by {name}")
+
+
+def evaluation_lines(record: Entry, published: Entry) -> list[str]:
+    """The section: a line for each way of measuring, and the details of what was measured."""
+    entries: Sequence[Entry] = record.get("evaluations") or []
     lines = ["## Evaluation", ""]
     if not entries:
         lines += ["Nothing has been measured with these files yet: `dflash2-eval` does.", ""]
@@ -38,20 +44,15 @@ def evaluation_lines(record: Mapping[str, Any], published: Mapping[str, Any]) ->
     return lines
 
 
-def _overview(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    rows = []
-    for kind, name in KINDS.items():
-        passes = [(entry, part) for entry in entries if entry["protocol"]["mode"] == kind for part in entry["passes"]]
-        rows += [
-            f"| {name}, {part['name']} | {entry['protocol']['num_drafted']} | "
-            f"{entry['protocol'].get('concurrency')} | {part['prompts']:,} | {_length(part['acceptance_length_pooled'])} |"
-            for entry, part in passes
-        ] or [f"| {name} | | | | {NOT_MEASURED} |"]
-    header = "| measured with | drafted tokens | concurrency | prompts | acceptance length (pooled) |"
+def _overview(entries: Sequence[Entry]) -> list[str]:
+    found: dict[str, list[str]] = {name: [] for name in KINDS.values()}
+    for entry in entries:
+        texts = [f"{_length(part['acceptance_length_pooled'])} ({_where(part)})" for part in entry["passes"]]
+        found.setdefault(_kind(entry), []).extend(texts)
     return [
-        header,
-        "|" + "---|" * 5,
-        *rows,
+        "| measured with | acceptance length (pooled) |",
+        "|---|---|",
+        *(f"| {name} | {', '.join(texts) or NOT_MEASURED} |" for name, texts in found.items()),
         "",
         "Acceptance length: committed tokens a verify round, accepted drafts plus the target's own token; the token of "
         "the prefill is not counted. Pooled: over all rounds.",
@@ -59,71 +60,100 @@ def _overview(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _details(entry: Mapping[str, Any], record: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for part in entry["passes"]:
-        lines += [f"### {KINDS.get(entry['protocol']['mode'], entry['protocol']['mode'])}, {part['name']}", ""]
-        lines += [*_pass_table(part), *_position_table(part)]
-    lines += [f"- {note}" for note in notes(entry, record, published)]
-    return [*lines, f"- Raw counts: `{entry['file']}`", ""]
+def _where(part: Entry) -> str:
+    return f"{part['name']}, {part['concurrency']} in flight"
 
 
-def _pass_table(part: Mapping[str, Any]) -> list[str]:
-    rounds, accepted, proposed = part["rounds"], part["accepted"], part["proposed"]
-    speed = part.get("tokens_per_second")
-    rows = [
-        ("acceptance length (pooled)", f"{_length(part['acceptance_length_pooled'])} "
-         f"({part['committed']:,} committed / {rounds:,} rounds)"),
-        ("acceptance length (per request)", f"{_length(part['acceptance_length_per_request'])} "
-         f"(mean over {part['prompts']:,} prompts)"),
-        ("acceptance rate", f"{_percent(accepted, proposed)} ({accepted:,} accepted / {proposed:,} proposed)"),
-        ("decode tokens/s", NOT_MEASURED if speed is None else f"{speed:.1f}"),
-    ]
-    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
-
-
-def _position_table(part: Mapping[str, Any]) -> list[str]:
-    """Accepted drafts by position, of the rounds that proposed one there and of those that reached it."""
-    columns = zip(
-        part["accepted_per_position"], part["reached_per_position"], part["proposed_per_position"], strict=True
-    )
+def _details(entry: Entry, record: Entry, published: Entry) -> list[str]:
+    protocol = entry["protocol"]
+    setting = ", ".join(str(protocol[key]) for key in ("engine", "hardware") if protocol.get(key))
     return [
-        "| drafted position | accepted | of all rounds | given all before it |",
-        "|---|---|---|---|",
-        *(
-            f"| {place} | {accepted:,} | {_percent(accepted, proposed)} | {_percent(accepted, reached)} |"
-            for place, (accepted, reached, proposed) in enumerate(columns, start=1)
-        ),
+        f"### {_kind(entry)[0].upper()}{_kind(entry)[1:]}" + (f": {setting}" if setting else ""),
+        "",
+        *_pass_table(entry["passes"]),
+        *_position_tables(entry["passes"]),
+        *(f"- {note}" for note in notes(entry, record, published)),
+        f"- Raw counts: `{entry['file']}`",
         "",
     ]
 
 
-def notes(entry: Mapping[str, Any], record: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
-    """What a reader must know to take the numbers for no more than they are."""
-    protocol, found = entry["protocol"], []
-    if protocol["mode"] == "runner":
-        found.append(
-            f"Decoded by the built-in runner in {protocol.get('dtype')} on {protocol.get('device')}, "
-            f"{protocol.get('concurrency')} prompt at a time: acceptance is what it says, tokens/s is no server's."
+def _pass_table(passes: Sequence[Entry]) -> list[str]:
+    rows = []
+    for part in passes:
+        speed, temperature = part["tokens_per_second"], part["temperature"]
+        cells = (
+            part["name"],
+            NOT_MEASURED if temperature is None else f"{temperature:g}",
+            part["concurrency"],
+            f"{part['prompts']:,}",
+            f"{_length(part['acceptance_length_pooled'])} ({part['committed']:,} / {part['rounds']:,} rounds)",
+            _length(part["acceptance_length_per_request"]),
+            f"{_percent(part['accepted'], part['proposed'])} ({part['accepted']:,} of {part['proposed']:,})",
+            NOT_MEASURED if speed is None else f"{speed:,.1f}",
         )
-    found.append(f"Held-out prompts, at most {protocol.get('max_new_tokens')} new tokens each.")
+        rows.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    header = "pooled acceptance length | mean over prompts | drafts accepted | tokens/s |"
+    return [f"| | temperature | in flight | prompts | {header}", "|" + "---|" * 8, *rows, ""]
+
+
+def _position_tables(passes: Sequence[Entry]) -> list[str]:
+    """Accepted drafts by position, of all rounds and of those that had accepted everything before."""
+    width = max(len(part["accepted_per_position"]) for part in passes)
+    lines = []
+    for title, whole in (("of all rounds", "proposed_per_position"), ("given all before it", "reached_per_position")):
+        lines += [f"| accepted at position, {title} | " + " | ".join(str(k + 1) for k in range(width)) + " |"]
+        lines += ["|" + "---|" * (width + 1)]
+        for part in passes:
+            pairs = list(zip(part["accepted_per_position"], part[whole], strict=True))
+            shares = [_percent(accepted, rounds) for accepted, rounds in pairs] + ["-"] * (width - len(pairs))
+            lines.append(f"| {_where(part)} | " + " | ".join(shares) + " |")
+        lines.append("")
+    return lines if width else []
+
+
+def notes(entry: Entry, record: Entry, published: Entry) -> list[str]:
+    """What a reader must know to take the numbers for no more than they are."""
+    protocol = entry["protocol"]
+    limit = protocol["max_new_tokens"]
+    found = [
+        *_method_notes(entry),
+        f"At most {'an unrecorded number of' if limit is None else limit} new tokens a prompt.",
+    ]
     trained = published["dflash_config"]["block_size"] - 1
     if protocol["num_drafted"] != trained:
         found.append(f"{protocol['num_drafted']} tokens were drafted a round; the drafter was trained for {trained}.")
     prompts = min(part["prompts"] for part in entry["passes"])
     if prompts < FEW_PROMPTS:
         found.append(f"Only {prompts} prompts: the digits after the point are uncertain.")
-    cache = (record.get("source") or {}).get("training") or {}
-    mode = (cache.get("cache") or {}).get("enable_thinking")
-    if cache and mode != protocol.get("enable_thinking"):
+    failed = sum(part["failed_requests"] for part in entry["passes"])
+    if failed:
+        found.append(f"**{failed:,} requests failed** and are in none of these figures.")
+    training = (record.get("source") or {}).get("training") or {}
+    mode = (training.get("cache") or {}).get("enable_thinking")
+    if training and mode != protocol.get("enable_thinking"):
         found.append(
             f"Measured with enable_thinking={protocol.get('enable_thinking')}, but trained on text with {mode}."
         )
-    return [*found, *_outcome_notes(entry)]
+    return [*found, *_outcome_notes(entry), *entry["labels"]]
 
 
-def _outcome_notes(entry: Mapping[str, Any]) -> list[str]:
-    equality, found = entry.get("equality"), []
+def _method_notes(entry: Entry) -> list[str]:
+    protocol = entry["protocol"]
+    if entry["measured_with"] == "runner":
+        return [
+            f"Decoded in {protocol.get('dtype')} on {protocol.get('device')}, {protocol.get('concurrency')} prompt at "
+            "a time, held-out prompts: acceptance is what it says, tokens/s is no server's."
+        ]
+    return [
+        "The server does not tell which drafter it loaded; the hash in the report is that of the export it was "
+        f"started with, as far as the run knows. Chat template: {protocol.get('template')}; prefix cache: "
+        f"{protocol.get('prefix_caching')}."
+    ]
+
+
+def _outcome_notes(entry: Entry) -> list[str]:
+    equality, found = entry["equality"], []
     if equality is None:
         found.append("Whether the output equals the target's own was not checked in this measurement.")
     else:
@@ -132,16 +162,16 @@ def _outcome_notes(entry: Mapping[str, Any]) -> list[str]:
             f"Greedy output equal to plain decoding on {equality['prompts_equal']} of {equality['prompts_checked']} "
             f"prompts; rule: {equality['rule']}; {verdict}."
         )
-    if entry.get("speedup") is not None:
+    if entry["speedup"] is not None:
         slower = " Slower than plain decoding on this machine." if entry["speedup"] < 1 else ""
         found.append(f"Speed-up over plain decoding there: {entry['speedup']:.2f}x.{slower}")
-    if entry.get("time_utc"):
-        found.append(f"Measured {entry['time_utc']} on {_machine(entry.get('machine'))}.")
+    if entry["time_utc"]:
+        found.append(
+            f"Measured {entry['time_utc']}" + (f" from {_machine(entry['machine'])}." if entry["machine"] else ".")
+        )
     return found
 
 
-def _machine(machine: Mapping[str, Any] | None) -> str:
-    if not machine:
-        return "a machine that was not recorded"
+def _machine(machine: Entry) -> str:
     gpus = machine.get("gpus") or []
     return f"{len(gpus)} x {gpus[0]}" if gpus else f"{machine.get('cores')} cores of {machine.get('cpu')}"

@@ -17,12 +17,14 @@ logger = logging.getLogger(__name__)
 
 def export(config: RunConfig) -> int:
     """Export what ``config.export`` says and return the exit code."""
-    from dflash2_train.export.card_command import add_found_report
-    from dflash2_train.export.run import export_checkpoint
+    from dflash2_train.export.formats import export_drafter
 
-    folder = export_checkpoint(config)
-    for name in add_found_report(config, folder):
-        logger.info("the run's evaluation is in the card now (%s)", name)
+    folder = export_drafter(config)
+    if config.export.format == "hf":
+        from dflash2_train.export.rewrite import add_found_report
+
+        for name in add_found_report(config, folder):
+            logger.info("the run's evaluation is in the card now (%s)", name)
     logger.info("serve-ready drafter: %s", folder)
     return 0
 

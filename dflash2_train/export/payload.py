@@ -29,6 +29,7 @@ CARD = "README.md"
 PROVENANCE = "PROVENANCE.txt"
 RECORD = "run.json"
 PULLED = "pulled.json"
+GGUF_RECORD = "gguf.json"  # in the place of run.json, in a folder of GGUF files
 ALL_FILES = (CONFIG, WEIGHTS, MASK, CARD, PROVENANCE, RECORD)
 TOOL = "dflash2-train"
 

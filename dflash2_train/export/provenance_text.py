@@ -110,7 +110,7 @@ def _evaluations(record: Mapping[str, Any]) -> list[str]:
     lines = ["evaluations:"]
     for entry in entries:
         passes = ", ".join(f"{part['name']} {part['acceptance_length_pooled']}" for part in entry["passes"])
-        lines.append(f"  - {entry['file']} ({entry['protocol']['mode']}): acceptance length {passes}")
+        lines.append(f"  - {entry['file']} ({entry['measured_with']}): acceptance length {passes}")
         lines.append(f"    report as measured: sha256 {entry['report_sha256']}")
     return lines
 

@@ -1,7 +1,7 @@
 """The papers of an exported drafter: ``run.json`` as the one record, card and PROVENANCE.txt made from it.
 
 ``run.json`` lists the sha256 of every other file under ``files`` and its own, computed without that entry, under
-``record_sha256``. An export is written once; later only evaluations are added (:mod:`dflash2_train.export.card_command`).
+``record_sha256``. An export is written once; later only evaluations are added (:mod:`dflash2_train.export.rewrite`).
 """
 
 from __future__ import annotations
@@ -118,9 +118,15 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
-def changed_files(folder: Path, record: dict[str, Any]) -> list[str]:
-    """Names of the recorded files that are missing or differ, ``run.json`` itself included."""
-    found = hash_files(folder, leave_out=(RECORD,))
+def changed_files(folder: Path, record: dict[str, Any], found: dict[str, str] | None = None) -> list[str]:
+    """Names of the recorded files that are missing or differ, ``run.json`` itself included.
+
+    Args:
+        folder: of the drafter.
+        record: content of its ``run.json``.
+        found: :func:`hash_files` of it where that is known already, since weights are large.
+    """
+    found = hash_files(folder, leave_out=(RECORD,)) if found is None else found
     changed = [name for name, digest in record["files"].items() if found.get(name) != digest]
     return [*changed, *([RECORD] if not self_hash_holds(record) else [])]
 

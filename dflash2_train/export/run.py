@@ -10,6 +10,8 @@ from dflash2_train.checkpoint import MANIFEST, best_checkpoint, newest_checkpoin
 from dflash2_train.config import RunConfig, UserError, absolute, to_plain
 from dflash2_train.export import payload
 from dflash2_train.export.doctor import ERROR, check_config, check_folder
+from dflash2_train.export.gguf_layout import shape_faults
+from dflash2_train.export.gguf_types import gguf_package
 from dflash2_train.export.hf import ExportError, export_hf, published_config
 from dflash2_train.export.history import training_facts
 from dflash2_train.export.weight_sources import CheckpointWeights, checkpoint_source
@@ -56,11 +58,14 @@ def check_exportable(config: RunConfig) -> None:
     Raises:
         ExportError: the configured drafter breaks a rule of the published layout; lists the broken ones.
     """
-    target = open_target_config(config.target)
-    published = published_config(DrafterShape.from_config(config), target, config.export.dtype)
-    errors = [finding for finding in check_config(published, target=target) if finding.severity == ERROR]
+    target, shape = open_target_config(config.target), DrafterShape.from_config(config)
+    published = published_config(shape, target, config.export.dtype)
+    errors = [str(finding) for finding in check_config(published, target=target) if finding.severity == ERROR]
+    if config.export.format == "gguf":
+        gguf_package()
+        errors += shape_faults(shape)
     if errors:
-        listed = "\n  ".join(map(str, errors))
+        listed = "\n  ".join(errors)
         raise ExportError(f"a drafter of this configuration could not be exported; change drafter.*:\n  {listed}")
 
 

@@ -14,10 +14,10 @@ import yaml
 from dflash2_train.config import PromptSourceConfig, RunConfig, UserError
 from dflash2_train.export import card_command
 from dflash2_train.export.card import front_matter
-from dflash2_train.export.card_command import add_found_report, rewrite_papers
 from dflash2_train.export.commands import dispatch
 from dflash2_train.export.hf import export_hf
 from dflash2_train.export.record import changed_files, read_record, target_record
+from dflash2_train.export.rewrite import add_found_report, rewrite_papers
 from dflash2_train.provenance import sha256_file
 from tests.cases import RECORD, edit_json, make_drafter, make_target_info, tiny_run_config
 from tests.reports import write_report
@@ -60,7 +60,7 @@ def test_each_server_gets_its_own_count_and_flags(folder: Path) -> None:
 def test_what_was_not_measured_or_recorded_is_said_so(folder: Path) -> None:
     card = card_of(folder)
     for name in ("built-in runner", "served by vLLM", "served by SGLang", "served by llama.cpp"):
-        assert f"| {name} | | | | not measured |" in card
+        assert f"| {name} | not measured |" in card
     assert "Nothing has been measured with these files yet" in card
     assert "| wall time | not recorded |" in card
     assert "| steps | not recorded |" in card
@@ -107,15 +107,92 @@ def test_an_added_evaluation_is_shown_with_counts_positions_and_limits(folder: P
     report = write_report(tmp_path / "eval" / "report.json", folder)
     assert dispatch(["card", str(folder), "--evaluation", str(report)]) == 0
     card = card_of(folder)
-    assert "| built-in runner, greedy | 3 | 1 | 2 | 2.667 |" in card  # (0 + 3 + 2 accepted + 3 rounds) / 3
-    assert "2.667 (16 committed / 6 rounds)" in card
-    assert "55.6% (10 accepted / 18 proposed)" in card
-    assert "| 1 | 4 | 66.7% | 66.7% |" in card
-    assert "| 3 | 2 | 33.3% | 50.0% |" in card
+    assert "| built-in runner | 2.667 (greedy, 1 in flight) |" in card  # (0 + 3 + 2 accepted + 3 rounds) / 3
+    assert "2.667 (16 / 6 rounds) | 2.667 | 55.6% (10 of 18)" in card
+    assert "of all rounds | 1 | 2 | 3 |\n|---|---|---|---|\n| greedy, 1 in flight | 66.7% | 66.7% | 33.3% |" in card
+    assert (
+        "given all before it | 1 | 2 | 3 |\n|---|---|---|---|\n| greedy, 1 in flight | 66.7% | 100.0% | 50.0% |" in card
+    )
     assert "Only 2 prompts" in card
     assert "equal to plain decoding on 2 of 2 prompts" in card
     assert "Nothing has been measured" not in card
-    assert "| served by vLLM | | | | not measured |" in card
+    assert "| served by vLLM | not measured |" in card
+
+
+def served(path: Path, folder: Path, **changes: Any) -> Path:
+    """A served run of two cells as dflash2-eval writes it."""
+    cell = {
+        "task": "gsm8k",
+        "category": None,
+        "method": "drafter",
+        "concurrency": 8,
+        "temperature": 0.0,
+        "acceptance": {"rounds": 100, "proposed": 300, "accepted": 150, "accepted_per_position": [80, 50, 20]},
+        "requests": {"asked": 130, "answered": 128, "too_long": 0, "retried": 0, "failed": {"timeout": 2}},
+        "output_tokens": 5000,
+        "seconds": 10.0,
+        "per_request": [[0, 10, 10, 5], [1, 10, 30, 5]],
+        "labels": [],
+    }
+    protocol = {
+        "mode": "server",
+        "engine": "vllm 0.32.0",
+        "hardware": "4x B300",
+        "drafter_sha256": sha256_file(folder / "model.safetensors"),
+        "num_drafted": 3,
+        "max_new_tokens": 4096,
+        "enable_thinking": None,
+        "template": "client",
+        "prefix_caching": "on, kept cold",
+        "concurrency": [8, 32],
+    }
+    report = {
+        "schema_version": 1,
+        "kind": "server",
+        "label": "ours",
+        "protocol": {**protocol, **changes.get("protocol", {})},
+        "cells": [{**cell, **changes.get("cell", {})}, {**cell, "category": "hard", "concurrency": 32}],
+        "labels": ["hardware as configured"],
+        "run": {"evaluation": {"time_utc": "2026-01-03T00:00:00+00:00"}, "server": {}},
+    }
+    path.write_text(json.dumps(report))
+    return path
+
+
+def test_a_served_run_stands_beside_the_runners_by_task_and_concurrency(folder: Path, tmp_path: Path) -> None:
+    rewrite_papers(folder, [write_report(tmp_path / "a.json", folder), served(tmp_path / "b.json", folder)])
+    card = card_of(folder)
+    assert "| served by vLLM | 2.500 (gsm8k, 8 in flight), 2.500 (gsm8k / hard, 32 in flight) |" in card
+    assert "### Served by vLLM: vllm 0.32.0, 4x B300" in card
+    assert "| gsm8k | 0 | 8 | 128 | 2.500 (250 / 100 rounds) | 3.000 | 50.0% (150 of 300) | 500.0 |" in card
+    assert "| gsm8k, 8 in flight | 80.0% | 50.0% | 20.0% |" in card
+    assert "| gsm8k, 8 in flight | 80.0% | 62.5% | 40.0% |" in card
+    assert "**4 requests failed**" in card
+    assert "does not tell which drafter it loaded" in card
+    assert "- hardware as configured" in card
+    assert "| built-in runner | 2.667" in card
+    assert dispatch(["verify-provenance", str(folder)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"protocol": {"drafter_sha256": "0" * 64}}, "another drafter"),
+        ({"protocol": {"drafter_sha256": None}}, "does not say which drafter"),
+        ({"cell": {"method": "mtp"}}, "measured mtp, not this drafter"),
+        ({"cell": {"acceptance": None}}, "not this drafter"),
+        (
+            {"cell": {"acceptance": {"rounds": 1, "proposed": 3, "accepted": 3, "accepted_per_position": [1, 1, 0]}}},
+            "contradict",
+        ),
+        ({"cell": {"requests": {}}}, "a field is missing"),
+    ],
+)
+def test_a_served_run_of_something_else_is_refused(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(UserError, match=text):
+        rewrite_papers(folder, [served(tmp_path / "b.json", folder, **changes)])
 
 
 def test_after_a_rewrite_every_hash_holds_and_the_weights_are_the_same_file(folder: Path, tmp_path: Path) -> None:
@@ -152,9 +229,7 @@ def test_the_same_report_is_taken_once_and_a_newer_one_of_the_same_protocol_repl
     assert len(read_record(folder)["evaluations"]) == 2
 
 
-def test_failed_equality_and_another_thinking_mode_are_not_hidden(
-    tiny_config: RunConfig, tmp_path: Path
-) -> None:
+def test_failed_equality_and_another_thinking_mode_are_not_hidden(tiny_config: RunConfig, tmp_path: Path) -> None:
     record = {**RECORD, "source": {"training": {"cache": {"enable_thinking": True}}}}
     info = make_target_info(tiny_config)
     out = export_hf(make_drafter(tiny_config), tiny_config, info, tmp_path / "out", run_record=record)
@@ -242,6 +317,9 @@ def test_the_runs_own_report_is_found_and_one_of_other_weights_is_passed_over(
     assert add_found_report(tiny_config, folder) == []
     report = write_report(Path(tiny_config.eval.output_dir) / "report.json", folder)
     assert len(add_found_report(tiny_config, folder)) == 1
+    stamp = (folder / "run.json").stat().st_mtime_ns
+    assert add_found_report(tiny_config, folder) == []  # known already: nothing is touched
+    assert (folder / "run.json").stat().st_mtime_ns == stamp
     edit_json(report, protocol__drafter_sha256={"model.safetensors": "0" * 64})
     before = hashes(folder)
     assert add_found_report(tiny_config, folder) == []

@@ -203,5 +203,5 @@ def test_loading_refuses_a_config_that_contradicts_itself(folder: Path) -> None:
 
 def test_the_provenance_names_target_prompts_licences_and_commit(folder: Path) -> None:
     text = (folder / "PROVENANCE.txt").read_text()
-    for part in ("tiny", "apache-2.0", "starter prompts", "commit abc", sha256_file(folder / "model.safetensors")):
+    for part in ("tiny", "apache-2.0", "starter train", "commit abc", sha256_file(folder / "model.safetensors")):
         assert part in text

@@ -119,7 +119,7 @@ def test_a_sharded_export_loads_as_the_same_drafter_and_is_clean(sharded: Path, 
     for name, tensor in make_drafter(tiny_config).state_dict().items():
         assert torch.equal(loaded[name], tensor.bfloat16()), name
     assert check_folder(sharded, target_info=make_target_info(tiny_config)) == [
-        finding for finding in check_folder(sharded) if finding.rule == "selector"
+        finding for finding in check_folder(sharded) if finding.check == "selector-lattice"
     ]
 
 

@@ -69,7 +69,9 @@ def write_run(config: RunConfig, *, step: int = 20, warm_start: list[dict[str, A
     (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 30, "lo')
     folder = output / f"step{step:06d}"
     folder.mkdir(parents=True)
-    save_file({name: tensor.contiguous() for name, tensor in make_drafter(config).state_dict().items()}, folder / WEIGHTS)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in make_drafter(config).state_dict().items()}, folder / WEIGHTS
+    )
     trainer = {"step": step, "rows_consumed": 160, "dropped": 1, "seconds": 3725.0, "attempt": 2, "run_id": "tiny-77"}
     atomic_write_json(folder / STATE, {"trainer": trainer, "world_size": 8})
     files = {name: sha256_file(folder / name) for name in (WEIGHTS, STATE)}
@@ -159,9 +161,7 @@ def test_the_last_metrics_are_those_up_to_the_step_in_the_latest_attempt(tmp_pat
     assert last_metrics(path, 2) == {"step": 1, "a": 1}
 
 
-def test_the_chain_of_warm_starts_reaches_back_over_exports_and_checkpoints(
-    config: RunConfig, tmp_path: Path
-) -> None:
+def test_the_chain_of_warm_starts_reaches_back_over_exports_and_checkpoints(config: RunConfig, tmp_path: Path) -> None:
     assert warm_start_chain(None) == []
     checkpoint = write_run(config)
     first = run.export_checkpoint(config)

@@ -48,6 +48,9 @@ def test_a_run_record_names_the_command_without_folders_and_no_environment(monke
     assert record["packages"]["torch"]
 
 
+KEPT = ("name", "terms", "rate", "lr", "nothing", "prose", "api_key_env", "mask_token_id")
+
+
 def test_a_public_value_keeps_what_matters_and_drops_folders_and_hosts() -> None:
     value = {
         "run_dir": "/home/somebody/runs/tiny",
@@ -58,14 +61,19 @@ def test_a_public_value_keeps_what_matters_and_drops_folders_and_hosts() -> None
         "rate": "3 tokens/s, 1/2",
         "lr": 1e-3,
         "nothing": None,
+        "prose": "no secret of it leaves",
+        "api_key_env": "MY_KEY",
+        "mask_token_id": 5,
+        "api_key": "abcdef",
+        "flags": ["serve", "--api-key=abcdef", "--hf-token abcdef", "{'api_key': 'abcdef', 'n': 1}"],
     }
     public = provenance.public_value(value)
     assert public["run_dir"] == "…/tiny"
     assert public["command"] == ["dflash2-train", "data.root=…/data", "urls=[http://…/v1]"]
     assert public["servers"] == {"urls": ["http://…/v1"]}
-    assert {key: public[key] for key in ("name", "terms", "rate", "lr", "nothing")} == {
-        key: value[key] for key in ("name", "terms", "rate", "lr", "nothing")
-    }
+    assert {key: public[key] for key in KEPT} == {key: value[key] for key in KEPT}
+    assert public["flags"] == ["serve", "--api-key=…", "--hf-token …", "{'api_key': '…', 'n': 1}"]
+    assert "abcdef" not in json.dumps(public)
     assert provenance.public_value(public) == public
 
 

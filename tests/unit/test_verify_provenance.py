@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from dflash2_train.config import UserError
-from dflash2_train.export.card_command import rewrite_papers
 from dflash2_train.export.commands import dispatch
 from dflash2_train.export.hf import export_hf
 from dflash2_train.export.payload import ALL_FILES
-from dflash2_train.export.verify_command import BAD, verify
+from dflash2_train.export.rewrite import rewrite_papers
+from dflash2_train.export.verify import BAD, verify
 from dflash2_train.provenance import hash_chat_template, hash_model_folder, hash_tokenizer_files, sha256_file
 from tests.cases import RECORD, edit_json, make_drafter, make_target_info, tiny_run_config
 from tests.reports import write_report

@@ -121,35 +121,33 @@ class HubCaller:
             try:
                 with redacted_logs(self.token):
                     return action()
-            # HTTPError is the transport library's; the Hub's own are OSErrors, bad names and answers ValueErrors,
-            # and uploads wrap any of these in a RuntimeError.
+            # HTTPError is the transport library's; the Hub's own are OSErrors, bad names and answers ValueErrors, and
+            # uploads wrap any of these in a RuntimeError, which is also what Xet storage raises.
             except (HTTPError, OSError, ValueError, RuntimeError) as error:
                 fault = root_fault(error)
                 if wait is None or not is_transient(fault):
-                    self.refuse(what, error, fault)
+                    self.refuse(what, fault)
                 reason = redacted(str(fault).splitlines()[0] if str(fault) else repr(fault), self.token)
                 logger.warning("%s: %s; tried again in %.0f s", what, reason, wait)
                 time.sleep(wait)
         raise AssertionError("the last try returns or refuses")
 
-    def refuse(self, what: str, error: Exception, fault: BaseException) -> NoReturn:
-        """Raise HubError for a fault that will not pass by itself.
-
-        A RuntimeError or ValueError that comes from nowhere else than our own side is raised as it is: a bug.
-        """
-        status, code = status_of(fault)
+    def refuse(self, what: str, fault: BaseException) -> NoReturn:
+        """Raise HubError for a fault that will not pass by itself."""
+        status, code, message = answer_of(fault)
         where = f"{what} {self.repo_id}"
         if status is not None:
-            text = self._answer(status, code, fault)
+            text = self._answer(status, code, message)
         elif is_connection_fault(fault):
-            text = f"no connection to {self.endpoint} ({type(fault).__name__}). Try again later; the same command goes on."
-        elif isinstance(fault, OSError | ValueError):
-            text = f"{fault}"
+            text = (
+                f"no connection to {self.endpoint} ({type(fault).__name__}). Try again later; the same command goes on."
+            )
         else:
-            raise error
+            text = f"{fault or repr(fault)}"
         raise HubError(redacted(f"{where}: {text}", self.token)) from None
 
-    def _answer(self, status: int, code: str, fault: BaseException) -> str:
+    def _answer(self, status: int, code: str, message: str) -> str:
+        """What an answer means for the user."""
         page = f"{self.endpoint}/{self.repo_id}"
         signed_in = "the token in use" if self.token else "no token (hf auth login, or HF_TOKEN)"
         if code == "GatedRepo":
@@ -159,14 +157,14 @@ class HubCaller:
         if code == "EntryNotFound":
             return "lacks a file that was asked for, so it is no drafter that this command can take."
         known = {
-            401: f"not allowed (401) with {signed_in}. Sign in with hf auth login; a private repository looks the same.",
+            401: f"not allowed (401) with {signed_in}. Sign in with hf auth login; a private one looks the same.",
             403: f"not allowed (403) with {signed_in}. Use a token that may write there, or another repository.",
             404: f"no such repository, or a private one that this user may not see. Sent was {signed_in}.",
             429: "the Hub asks to slow down (429). Wait some minutes; the same command goes on where it stopped.",
         }
-        first = (str(fault).strip().splitlines() or [""])[-1]
-        later = "The same command goes on where it stopped." if status >= 500 else "See the message above."
-        return known.get(status, f"the Hub answered {status}: {first} {later}")
+        later = " The same command goes on where it stopped." if status >= 500 else ""
+        said = f' The Hub says: "{message}".' if message else ""
+        return known.get(status, f"the Hub answered {status}.{later}") + said
 
 
 def root_fault(error: BaseException) -> BaseException:
@@ -175,30 +173,36 @@ def root_fault(error: BaseException) -> BaseException:
     for _ in range(MAX_CAUSES):
         if cause is None:
             break
-        if status_of(cause)[0] is not None or is_connection_fault(cause):
+        if status_of(cause) is not None or is_connection_fault(cause):
             return cause
         cause = cause.__cause__ or cause.__context__
     return error
 
 
-def status_of(fault: BaseException) -> tuple[int | None, str]:
-    """HTTP status and the Hub's error code of an answer; (None, "") for any other fault."""
+def answer_of(fault: BaseException) -> tuple[int | None, str, str]:
+    """HTTP status, error code and message of an answer of the Hub; no status and empty texts for any other fault."""
     from huggingface_hub.errors import HfHubHTTPError
 
     if not isinstance(fault, HfHubHTTPError):
-        return None, ""
-    return fault.response.status_code, fault.response.headers.get("X-Error-Code", "")
+        return None, "", ""
+    headers = fault.response.headers
+    return fault.response.status_code, headers.get("X-Error-Code", ""), headers.get("X-Error-Message", "")
+
+
+def status_of(fault: BaseException) -> int | None:
+    """HTTP status of an answer of the Hub; None for any other fault."""
+    return answer_of(fault)[0]
 
 
 def is_connection_fault(fault: BaseException) -> bool:
     """Whether nothing answered, or the line was cut."""
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
-    if isinstance(fault, OfflineModeIsEnabled) or status_of(fault)[0] is not None:
+    if isinstance(fault, OfflineModeIsEnabled) or status_of(fault) is not None:
         return False
     return isinstance(fault, HTTPError | ConnectionError | TimeoutError)
 
 
 def is_transient(fault: BaseException) -> bool:
     """Whether the same request may well succeed a little later."""
-    return status_of(fault)[0] in TRANSIENT or is_connection_fault(fault)
+    return status_of(fault) in TRANSIENT or is_connection_fault(fault)

@@ -63,7 +63,13 @@ class _Source:
         return Path(
             self.call(
                 f"fetching {name} of",
-                lambda: self.api.hf_hub_download(self.repo_id, name, revision=self.commit, local_dir=folder),
+                lambda: self.api.hf_hub_download(
+                    self.repo_id,
+                    name,
+                    revision=self.commit,
+                    local_dir=folder,
+                    cache_dir=folder / LIBRARY_FOLDER,  # or it would copy from the user's cache, damaged or not
+                ),
             )
         )
 
@@ -80,70 +86,79 @@ def pull(
 
     Args:
         repo_id: ``owner/name``.
-        folder: to make; an earlier pull of the same repository there is replaced, anything else is refused.
+        folder: to make; an unchanged earlier pull of the same repository there is replaced, anything else is refused.
         revision: branch, tag or commit; None = the newest of main.
         without_record: also take a drafter that this tool did not export: without ``run.json`` only the hashes that
             the Hub itself keeps can be checked.
         endpoint: of the Hub; None = the usual one.
 
     Raises:
-        UserError: ``folder`` is something else, or the repository is no drafter of this tool.
-        HubError: not found, not allowed, no connection, or a content that is not what the hashes say.
+        UserError: ``folder`` is something else, the repository is no drafter of this tool, or its content is not what
+            the hashes say.
+        HubError: not found, not allowed, or no connection.
     """
     token = find_token(required=False)
     api = open_api(endpoint, token)
-    _refuse_other_folder(folder, repo_id)
+    kept = _pulled_before(folder, repo_id)
     source = _Source(api, HubCaller(api.endpoint, repo_id, token), repo_id, revision)
-    kept = _pulled_before(folder)
-    if kept is not None and kept["commit"] == source.commit and hash_files(folder, leave_out=()) == kept["files"]:
+    if kept is not None and kept.get("commit") == source.commit:
         return Pulled(folder=folder, commit=source.commit, num_files=len(kept["files"]), skipped=[], was_there=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.{source.commit[:12]}.pull")
     partial.mkdir(exist_ok=True)
-    wanted = _wanted(source, partial, without_record)
-    for name in sorted(wanted):
-        source.fetch(name, partial)
     try:
+        wanted = _wanted(source, partial, without_record)
+        for name in sorted(wanted):
+            source.fetch(name, partial)
         _check(source, partial, wanted)
     except HubError:
-        shutil.rmtree(partial)  # whatever is wrong with it, the next pull must not build on it
+        raise  # what arrived stays for the next pull to continue
+    except UserError:
+        shutil.rmtree(partial)  # nothing may build on files that were refused
         raise
     _publish(source, partial, folder, revision)
     skipped = sorted(source.files.keys() - wanted)
     return Pulled(folder=folder, commit=source.commit, num_files=len(wanted), skipped=skipped, was_there=False)
 
 
-def _pulled_before(folder: Path) -> dict[str, Any] | None:
-    path = folder / PULLED
-    return read_json(path) if path.exists() else None
+def _pulled_before(folder: Path, repo_id: str) -> dict[str, Any] | None:
+    """The note of an unchanged pull of this repository in ``folder``; None where nothing is there.
 
-
-def _refuse_other_folder(folder: Path, repo_id: str) -> None:
-    """Raise UserError when ``folder`` holds anything but an earlier pull of this repository."""
+    Raises:
+        UserError: something else is there, or somebody changed what was pulled.
+    """
     if folder.is_file():
         raise UserError(f"--to {folder}: is a file. Name another folder.")
     if not folder.exists() or not any(folder.iterdir()):
-        return
-    kept = _pulled_before(folder)
-    if kept is None or kept.get("repo_id") != repo_id:
-        held = "no pull wrote it" if kept is None else f"it was pulled from {kept.get('repo_id')}"
+        return None
+    try:
+        kept = read_json(folder / PULLED) if (folder / PULLED).exists() else {}
+    except ValueError as error:
+        raise UserError(f"--to {folder}: {error}") from error
+    if kept.get("repo_id") != repo_id:
+        held = f"was pulled from {kept['repo_id']}" if kept.get("repo_id") else "was written by no pull"
         raise UserError(f"--to {folder}: is there and {held}, so it is left as it is. Name another folder.")
+    if kept.get("files") != hash_files(folder, leave_out=()):
+        raise UserError(f"--to {folder}: changed since it was pulled. Move it away, or name another folder.")
+    return kept
 
 
 def _wanted(source: _Source, partial: Path, without_record: bool) -> set[str]:
     """Names of the files to fetch, after a look at the two small ones that tell what this is."""
     if CONFIG not in source.files:
         raise UserError(f"{source.repo_id}: has no {CONFIG}, so it is no drafter. Name another repository.")
-    config = read_fetched(source.fetch(CONFIG, partial))
+    source.fetch(CONFIG, partial)
+    try:
+        config = read_json(partial / CONFIG)
+    except ValueError as error:
+        raise UserError(f"{source.repo_id}: its {CONFIG} is no JSON object. Name another repository.") from error
     if not isinstance(config.get("dflash_config"), dict) and "DFlash" not in str(config.get("architectures")):
-        shutil.rmtree(partial)
         raise UserError(
             f"{source.repo_id}: is no DFlash drafter (architectures={config.get('architectures')}). "
             "Name another repository."
         )
     if RECORD not in source.files:
         if not without_record:
-            shutil.rmtree(partial)
             raise UserError(
                 f"{source.repo_id}: has no {RECORD}, so nothing says what its files should be. Add --without-record to "
                 "take it with no more than the Hub's own hashes checked."
@@ -155,22 +170,13 @@ def _wanted(source: _Source, partial: Path, without_record: bool) -> set[str]:
     unsafe = [name for name in listed if Path(name).name != name or name.startswith(".")]
     missing = sorted(listed - source.files.keys())
     if unsafe or missing:
-        shutil.rmtree(partial)
         what = f"names that lead out of the folder: {unsafe}" if unsafe else f"files that are not there: {missing}"
         raise UserError(f"{source.repo_id}: its {RECORD} lists {what}. Ask its owner to push it again.")
     return {*listed, RECORD}
 
 
-def read_fetched(path: Path) -> dict[str, Any]:
-    """A JSON object that was fetched; UserError for anything else."""
-    try:
-        return read_json(path)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
 def _check(source: _Source, partial: Path, wanted: set[str]) -> None:
-    """Raise HubError unless every file is what ``run.json`` and the Hub say."""
+    """Raise UserError unless every file is what ``run.json`` and the Hub say."""
     found = hash_files(partial, leave_out=())
     listed: dict[str, str] = {}
     if RECORD in wanted:
@@ -184,7 +190,7 @@ def _check(source: _Source, partial: Path, wanted: set[str]) -> None:
         held = found.get(name) == entry.lfs.sha256 if entry.lfs else git_hash(partial / name) == entry.blob_id
         wrong += [name] if not held and name not in wrong else []
     if wrong:
-        raise HubError(
+        raise UserError(
             f"{source.repo_id} at {source.commit}: {', '.join(wrong)} are not what {RECORD} and the Hub list, so "
             "nothing was kept. Pull again; if it stays so, the repository was edited by hand: ask its owner."
         )

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash2_train.config import absolute
-from dflash2_train.export.hub.pull import pull
-from dflash2_train.export.payload import PULLED
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -17,7 +15,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="dflash2-export pull",
         description="Fetch a drafter from the Hugging Face Hub. The revision is resolved to a commit, every file is "
-        f"checked, and {PULLED} records both. A pull that was cut is continued by the same command.",
+        "checked, and pulled.json records both. A pull that was cut is continued by the same command.",
     )
     parser.add_argument("repo_id", help="owner/name")
     parser.add_argument("--revision", help="branch, tag or commit (default: the newest of main)")
@@ -32,6 +30,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Run the sub-command and return its exit code."""
     words = parse(argv)
+    from dflash2_train.export.hub.pull import pull
+
     folder = absolute(str(words.to or Path(words.repo_id).name))
     done = pull(
         words.repo_id,

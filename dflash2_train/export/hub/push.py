@@ -1,8 +1,8 @@
 """Putting an exported drafter on the Hub.
 
-What goes is what ``run.json`` lists, in one commit that names the run, after the doctor and the hashes agree. A push
-that was cut is continued by the same command: files that arrived are not sent again, and nothing is visible before the
-commit. Afterwards the Hub is asked for the hashes of what it holds.
+What goes is what ``run.json`` lists, or ``gguf.json`` for GGUF files, in one commit that names the run, after doctor and
+hashes agree. A push that was cut is continued by the same command: files that arrived are not sent again, and
+nothing is visible before the commit. Afterwards the Hub is asked for the hashes of what it holds.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash2_train.config import UserError
-from dflash2_train.export.doctor import ERROR, check_folder
+from dflash2_train.export.doctor import ERROR, Finding, check_folder
+from dflash2_train.export.doctor.gguf_checks import examine_gguf
 from dflash2_train.export.hub.client import TOKEN, HubCaller, HubError, find_token, open_api
-from dflash2_train.export.payload import RECORD
+from dflash2_train.export.payload import CARD, GGUF_RECORD, RECORD, TOOL, WEIGHTS, read_json
 from dflash2_train.export.record import SELF, changed_files, hash_files, read_record
+from dflash2_train.provenance import public_value
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -43,7 +45,7 @@ class PushPlan:
 
     folder: Path
     files: list[PushFile]
-    left_here: list[str]  # files of the folder that run.json does not list
+    left_here: list[str]  # files of the folder that its record does not list
     message: str  # of the commit
     description: str
 
@@ -65,43 +67,82 @@ class Pushed:
 def plan_push(folder: Path) -> PushPlan:
     """Look at a drafter and say what would go to the Hub; asks nobody.
 
+    Args:
+        folder: as ``dflash2-export`` wrote it, a drafter or the GGUF files made of one.
+
     Raises:
         UserError: no export of this tool, files changed since, an error that the doctor finds, or a text that holds
             something like a Hub token.
     """
-    record = read_record(folder)
-    changed = changed_files(folder, record)
-    if changed:
-        raise UserError(
-            f"{folder}: {', '.join(changed)} changed after the export, so it is not pushed. Restore the files, or "
-            f"export again; dflash2-export verify-provenance {folder} shows which."
-        )
-    refuse_faults(folder)
-    found = hash_files(folder, leave_out=())
-    names = sorted({*record["files"], RECORD})
-    refuse_secrets(folder, names)
-    return PushPlan(
-        folder=folder,
-        files=[PushFile(name=name, num_bytes=(folder / name).stat().st_size, sha256=found[name]) for name in names],
-        left_here=sorted(found.keys() - set(names)),
-        message=commit_message(record),
+    if (folder / GGUF_RECORD).exists() and not (folder / RECORD).exists():
+        return _plan_ggufs(folder)
+    record, found = read_record(folder), hash_files(folder, leave_out=())
+    _refuse_changed(folder, changed_files(folder, record, found))
+    refuse_faults(folder, check_folder(folder))
+    source = record.get("source") or {}
+    run, step = record.get("run_id") or "not recorded", source.get("step", "not recorded")
+    return _plan(
+        folder,
+        found,
+        [*record["files"], RECORD],
+        message=f"Drafter {record['config']['name']}, run {run}, step {step}",
         description=f"run.json {record.get(SELF, '')}, checked before the push: hashes and dflash2-export doctor",
     )
 
 
-def commit_message(record: dict[str, Any]) -> str:
-    """Names experiment, run and step."""
-    name, source = record["config"]["name"], record.get("source") or {}
-    run = record.get("run_id") or "not recorded"
-    return f"Drafter {name}, run {run}, step {source.get('step', 'not recorded')}"
+def _plan_ggufs(folder: Path) -> PushPlan:
+    """The same for a folder of GGUF files with their record."""
+    try:
+        record = read_json(folder / GGUF_RECORD)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if record.get("tool") != TOOL or not isinstance(record.get("files"), dict) or public_value(record) != record:
+        raise UserError(
+            f"{folder / GGUF_RECORD}: is not a record of {TOOL}, or of an earlier version that kept local paths. "
+            "Export again with export.format=gguf."
+        )
+    found = hash_files(folder, leave_out=())
+    files = record["files"]
+    _refuse_changed(folder, [name for name in files if found.get(name) != files[name]["sha256"]])
+    for name in files:
+        refuse_faults(folder / name, examine_gguf(folder / name).findings)
+    weights = record["source"]["drafter"][WEIGHTS]
+    return _plan(
+        folder,
+        found,
+        [*files, GGUF_RECORD, CARD],
+        message=f"Drafter {record['config']['name']} as GGUF, of weights {weights[:12]}",
+        description=f"made of {WEIGHTS} {weights}, checked before the push: hashes and dflash2-export doctor",
+    )
 
 
-def refuse_faults(folder: Path) -> None:
-    """Raise UserError for the doctor's errors."""
-    errors = [finding for finding in check_folder(folder) if finding.severity == ERROR]
+def _plan(folder: Path, found: dict[str, str], names: list[str], *, message: str, description: str) -> PushPlan:
+    refuse_secrets(folder, names)
+    return PushPlan(
+        folder=folder,
+        files=[
+            PushFile(name=name, num_bytes=(folder / name).stat().st_size, sha256=found[name]) for name in sorted(names)
+        ],
+        left_here=sorted(found.keys() - set(names)),
+        message=message,
+        description=description,
+    )
+
+
+def _refuse_changed(folder: Path, changed: list[str]) -> None:
+    if changed:
+        raise UserError(
+            f"{folder}: {', '.join(changed)} changed after the export, so it is not pushed. Restore the files, or "
+            "export again."
+        )
+
+
+def refuse_faults(path: Path, findings: list[Finding]) -> None:
+    """Raise UserError for the doctor's errors among ``findings`` about ``path``."""
+    errors = [finding for finding in findings if finding.severity == ERROR]
     if errors:
         listed = "\n  ".join(map(str, errors))
-        raise UserError(f"{folder}: would not serve as trained, so it is not pushed:\n  {listed}")
+        raise UserError(f"{path}: would not serve as trained, so it is not pushed:\n  {listed}")
 
 
 def refuse_secrets(folder: Path, names: list[str]) -> None:
@@ -109,7 +150,7 @@ def refuse_secrets(folder: Path, names: list[str]) -> None:
     for name in names:
         if name.endswith(TEXT_FILES) and TOKEN.search((folder / name).read_text(encoding="utf-8", errors="replace")):
             raise UserError(
-                f"{folder / name}: holds something that looks like a Hub token, so it is not pushed. Revoke that token, "
+                f"{folder / name}: holds something that looks like a Hub token, so it is not pushed. Revoke it, "
                 "take it out of the configuration, and export again."
             )
 
@@ -216,6 +257,6 @@ def _refuse_difference(plan: PushPlan, held: dict[str, Any], repo_id: str) -> No
 
 
 def git_hash(path: Path) -> str:
-    """The id that git gives a file's content: sha1 over ``blob SIZE\\0`` and the bytes."""
+    """The id that git gives a file's content: sha1 over ``blob``, its size, a zero byte, and the bytes."""
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

@@ -6,9 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dflash2_train.config import absolute
-from dflash2_train.export.hub.push import MAIN, PushPlan, plan_push, push
+
+if TYPE_CHECKING:
+    from dflash2_train.export.hub.push import PushPlan
 
 
 def show(plan: PushPlan) -> None:
@@ -27,7 +30,7 @@ def show(plan: PushPlan) -> None:
     console.print(rows)
     console.print(f"{len(plan.files)} files, {plan.num_bytes:,} bytes", highlight=False)
     if plan.left_here:
-        console.print(f"not listed in run.json, stays here: {', '.join(plan.left_here)}", highlight=False, markup=False)
+        console.print(f"not in its record, stays here: {', '.join(plan.left_here)}", highlight=False, markup=False)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -37,12 +40,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Put an exported drafter on the Hugging Face Hub, in one commit, after doctor and hashes agree. "
         "A push that was cut is continued by the same command. The token is that of hf auth login, or HF_TOKEN.",
     )
-    parser.add_argument("folder", type=Path, help="exported drafter")
+    parser.add_argument("folder", type=Path, help="exported drafter, or folder of GGUF files")
     parser.add_argument("repo_id", help="owner/name; created if missing")
-    parser.add_argument("--public", action="store_true", help="for everyone to see; without it the repository is private")
+    parser.add_argument(
+        "--public", action="store_true", help="for everyone to see; without it the repository is private"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check, list what would go, and ask nobody")
-    parser.add_argument("--revision", default=MAIN, help="branch, made if missing (default: %(default)s)")
-    parser.add_argument("--replace", action="store_true", help="remove other files of the repository in the same commit")
+    parser.add_argument("--revision", default="main", help="branch, made if missing (default: %(default)s)")
+    parser.add_argument(
+        "--replace", action="store_true", help="remove other files of the repository in the same commit"
+    )
     parser.add_argument("--endpoint", help="of another Hub than the usual one")
     return parser.parse_args(argv)
 
@@ -50,6 +57,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Run the sub-command and return its exit code."""
     words = parse(argv)
+    from dflash2_train.export.hub.push import plan_push, push
+
     plan = plan_push(absolute(str(words.folder)))
     show(plan)
     if words.dry_run:

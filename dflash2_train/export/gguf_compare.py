@@ -23,6 +23,7 @@ from data_gen.cache.reader import CaptureReader
 from dflash2_train.blocks import draw_anchors
 from dflash2_train.export.gguf_read import GgufDrafter
 from dflash2_train.export.gguf_source import DrafterFolder
+from dflash2_train.export.gguf_types import GgufError
 from dflash2_train.masks import context_masks
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
@@ -81,6 +82,7 @@ def captured_rows(root: Path, shape: DrafterShape, *, num_blocks: int) -> list[P
 
     Raises:
         CacheIntegrityError: no usable cache.
+        GgufError: no sample has a place where a block could start.
     """
     reader, rows, found = CaptureReader(root, verify_checksums=False), [], 0
     for index in range(len(reader)):
@@ -105,6 +107,8 @@ def captured_rows(root: Path, shape: DrafterShape, *, num_blocks: int) -> list[P
                 labels=torch.stack([following[a + 1 : a + shape.block_size] for a in anchors.tolist()]),
             )
         )
+    if not rows:
+        raise GgufError(f"{root}: no sample has two supervised tokens after a first one. Use export.gguf.compare_on=random.")
     return rows
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from data_gen.cache.format import MANIFEST_FILE, CaptureManifest
 from dflash2_train.config import RunConfig, absolute, to_plain
 from dflash2_train.export.doctor import check_config
 from dflash2_train.export.gguf_compare import captured_rows, compare, random_rows
@@ -63,8 +64,9 @@ def export_gguf(config: RunConfig) -> Path:
     check_target(folder, open_target_config(config.target))
     source = source_record(folder, config)
     previous = previous_record(out_dir)
+    inputs = comparison_inputs(config, folder)  # what would be missing after the writing is missing now
     files = write_files(config, folder, out_dir, previous, source)
-    comparison = compare_files(config, folder, out_dir, files, previous)
+    comparison = None if inputs is None else compare_files(config, folder, out_dir, files, inputs, previous)
     record = {
         "tool": TOOL,
         **public_value(run_record(to_plain(config))),
@@ -161,12 +163,12 @@ def write_files(
         GgufError: a file of that name that another program wrote.
     """
     embedding = folder.embedding(config.target, config.export.gguf.embedding)
-    same_source = previous is not None and previous["source"] == source
+    same_source = previous is not None and previous.get("source") == source
     files: dict[str, dict[str, Any]] = {}
     for kind in config.export.gguf.types:
         path = out_dir / f"{config.name}-{kind}.gguf"
-        entry = None if previous is None else previous["files"].get(path.name)
-        if path.exists() and not written_here(path):
+        entry = None if previous is None else previous.get("files", {}).get(path.name)
+        if path.exists() and entry is None and not written_here(path):
             raise GgufError(
                 f"{path}: exists and was not written by this tool. Move it away or choose another folder with "
                 "export.gguf.output_dir."
@@ -235,37 +237,60 @@ def uses_mrope(target_config: dict[str, Any]) -> bool:
     return any("mrope_section" in section for section in sections)
 
 
-def compare_files(
-    config: RunConfig,
-    folder: DrafterFolder,
-    out_dir: Path,
-    files: dict[str, dict[str, Any]],
-    previous: dict[str, Any] | None,
-) -> dict[str, Any] | None:
-    """Each file against the published drafter; None where ``compare_blocks`` is 0.
+def comparison_inputs(config: RunConfig, folder: DrafterFolder) -> str | None:
+    """``captured data`` or ``random inputs``, whichever the files are compared on; None = they are not.
 
     Raises:
-        GgufError: ``compare_on=capture``, and there is no captured data.
+        GgufError: captured data is asked for and there is none, or it was captured for other taps.
     """
-    settings = config.export.gguf
+    settings, root = config.export.gguf, capture_root(config)
     if settings.compare_blocks == 0:
         return None
-    root = absolute(config.data.root) / "capture"
-    captured = settings.compare_on != "random" and (root / "manifest.json").exists()
+    captured = settings.compare_on != "random" and (root / MANIFEST_FILE).exists()
     if settings.compare_on == "capture" and not captured:
         raise GgufError(
             f"export.gguf.compare_on=capture: no captured data in {root}. Run dflash2-gen-data, name its folder with "
             "data.root, or use random."
         )
-    asked = {"asked_blocks": settings.compare_blocks, "inputs": "captured data" if captured else "random inputs"}
-    if previous is not None and previous["files"] == files and previous["comparison"] is not None:
-        if asked.items() <= previous["comparison"].items():
-            return dict(previous["comparison"])
-    find_rows = partial(captured_rows, root) if captured else random_rows
-    rows = find_rows(folder.shape, num_blocks=settings.compare_blocks)
+    if not captured:
+        return "random inputs"
+    content, shape = CaptureManifest.read(root / MANIFEST_FILE).content, folder.shape
+    found = [content.get("target_layer_ids"), content.get("hidden_size")]
+    if found != [list(shape.target_layer_ids), shape.hidden_size]:
+        raise GgufError(
+            f"{root}: captured for taps {found[0]} of size {found[1]}, the drafter reads "
+            f"{list(shape.target_layer_ids)} of size {shape.hidden_size}. Name other data with data.root, or compare "
+            "on noise with export.gguf.compare_on=random."
+        )
+    return "captured data"
+
+
+def capture_root(config: RunConfig) -> Path:
+    """Where the experiment's captured data lies."""
+    return absolute(config.data.root) / "capture"
+
+
+def compare_files(
+    config: RunConfig,
+    folder: DrafterFolder,
+    out_dir: Path,
+    files: dict[str, dict[str, Any]],
+    inputs: str,
+    previous: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Each file against the published drafter, or what ``previous`` has of these very files."""
+    num_blocks = config.export.gguf.compare_blocks
+    asked = {"asked_blocks": num_blocks, "inputs": inputs}
+    if previous is not None and previous.get("files") == files:
+        known = previous.get("comparison") or {}
+        if asked.items() <= known.items():
+            return dict(known)
+    if inputs == "captured data":
+        rows = captured_rows(capture_root(config), folder.shape, num_blocks=num_blocks)
+    else:
+        rows = random_rows(folder.shape, num_blocks=num_blocks)
     head = FrozenHead.load(config.target, dtype="float32")
-    drafters = (read_gguf_drafter(out_dir / name) for name in files)
-    results = compare(folder, drafters, rows, head)
+    results = compare(folder, (read_gguf_drafter(out_dir / name) for name in files), rows, head)
     return {
         **asked,
         "blocks": sum(len(row.anchors) for row in rows),

@@ -19,12 +19,12 @@ from dflash2_train.export.gguf_compare import (
     draft_row,
     random_rows,
 )
-from dflash2_train.export.gguf_export import export_gguf
+from dflash2_train.export.gguf_export import export_gguf, gguf_folder
 from dflash2_train.export.gguf_source import DrafterFolder
 from dflash2_train.export.gguf_types import GgufError
 from dflash2_train.runner.propose import DraftProposer
 from dflash2_train.target import FrozenHead
-from tests.cases import make_drafter
+from tests.cases import edit_json, make_drafter
 from tests.gguf_cases import gguf_config, save_drafter, save_tokenizer
 from tests.tiny_target import save_tiny_llama, write_cache
 
@@ -86,6 +86,21 @@ def test_asking_for_captured_data_where_there_is_none_is_refused(config: RunConf
     config.data.root, config.export.gguf.compare_on = str(tmp_path / "empty"), "capture"
     with pytest.raises(GgufError, match=r"export\.gguf\.compare_on=capture"):
         export_gguf(config)
+    assert not gguf_folder(config).exists()  # told before anything is written
+
+
+def test_data_captured_for_other_taps_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    source = save_drafter(config, tmp_path / "drafter")
+    edit_json(source / "config.json", dflash_config__target_layer_ids=[0, 3, 4])
+    config.export.gguf.source = str(source)
+    with pytest.raises(GgufError, match=r"captured for taps \[0, 2, 4\] of size 32, the drafter reads \[0, 3, 4\]"):
+        export_gguf(config)
+
+
+def test_the_same_files_are_not_measured_twice(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = table(config)
+    monkeypatch.setattr("dflash2_train.export.gguf_export.compare", None)
+    assert table(config) == first
 
 
 def test_captured_rows_are_contexts_of_real_text_with_the_tokens_that_follow(base: Path) -> None:

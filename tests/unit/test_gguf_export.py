@@ -348,6 +348,22 @@ def test_reading_lists_what_a_drafter_lacks(base: Path, tmp_path: Path) -> None:
     assert "blk.0.attn_Q.weight" in GgufFile(path).tensors  # the facts are readable all the same
 
 
+def test_types_that_only_other_writers_use_are_read(tmp_path: Path) -> None:
+    path, generator = tmp_path / "x.gguf", torch.Generator().manual_seed(0)
+    stored = torch.randint(0, 60, (3, 2 * 210), generator=generator, dtype=torch.uint8).numpy()  # Q6_K: 210 bytes for 256
+    writer = gguf.GGUFWriter(path, "dflash")
+    writer.add_tensor("fc.weight", stored, raw_dtype=gguf.GGMLQuantizationType.Q6_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(path)
+    assert (file.tensors["fc.weight"].shape, file.tensors["fc.weight"].kind) == ((3, 512), "Q6_K")
+    wanted = torch.from_numpy(gguf.dequantize(stored, gguf.GGMLQuantizationType.Q6_K))
+    assert torch.equal(file.tensor("fc.weight"), wanted)
+    assert torch.equal(file.row("fc.weight", 1), wanted[1])
+
+
 def test_a_plan_of_the_glm_drafter_has_81_tensors_and_keeps_32_of_them_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

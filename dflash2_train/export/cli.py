@@ -21,9 +21,9 @@ def export(config: RunConfig) -> int:
 
     folder = export_drafter(config)
     if config.export.format == "hf":
-        from dflash2_train.export.rewrite import add_found_report
+        from dflash2_train.export.rewrite import add_found_reports
 
-        for name in add_found_report(config, folder):
+        for name in add_found_reports(config, folder):
             logger.info("the run's evaluation is in the card now (%s)", name)
     logger.info("serve-ready drafter: %s", folder)
     return 0

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from dflash2_train.config import RunConfig, UserError, absolute
-from dflash2_train.export.evaluations import EvaluationError, add_evaluations, read_report, refuse_other_drafter
+from dflash2_train.export.evaluations import (
+    EvaluationError,
+    add_evaluations,
+    read_report,
+    refuse_other_drafter,
+    summarise,
+)
 from dflash2_train.export.hf import check_replaceable, replace_folder
 from dflash2_train.export.payload import RECORD
 from dflash2_train.export.record import changed_files, finish_papers, read_record
@@ -73,23 +79,28 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def add_found_report(config: RunConfig, folder: Path) -> list[str]:
-    """Take the run's own report into the card of its export, if there is one about these very files.
+def add_found_reports(config: RunConfig, folder: Path) -> list[str]:
+    """Take the run's own reports into the card of its export, those about these very files.
+
+    Args:
+        config: the experiment; every ``report.json`` under ``eval.output_dir`` is looked at, served runs included.
+        folder: the export.
 
     Returns:
-        Names of the evaluation files that were added; empty when there is no report, one that is in the card already,
-        or one of another checkpoint.
+        Names of the evaluation files that were added; empty when there is none that the card lacks.
     """
-    path = absolute(config.eval.output_dir) / REPORT
-    if not path.exists():
-        return []
     record = read_record(folder)
-    if any(entry["report_sha256"] == sha256_file(path) for entry in record.get("evaluations") or []):
-        return []
-    try:
-        report = read_report(path)
-        refuse_other_drafter(report, path, record["files"])
-    except EvaluationError as error:
-        logger.info("not taken into the card: %s", error)
-        return []
-    return rewrite_papers(folder, [path])
+    known = {entry["report_sha256"] for entry in record.get("evaluations") or []}
+    wanted = []
+    for path in sorted(absolute(config.eval.output_dir).rglob(REPORT)):
+        if sha256_file(path) in known:
+            continue
+        try:
+            report = read_report(path)
+            refuse_other_drafter(report, path, record["files"])
+            summarise(report, path)
+        except EvaluationError as error:
+            logger.info("not taken into the card: %s", error)
+            continue
+        wanted.append(path)
+    return rewrite_papers(folder, wanted) if wanted else []

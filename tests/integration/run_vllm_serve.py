@@ -36,9 +36,7 @@ def decode(settings: dict[str, Any], speculative: dict[str, Any] | None) -> dict
         disable_log_stats=False,
         speculative_config=speculative,
     )
-    parameters = SamplingParams(
-        temperature=0.0, max_tokens=settings["max_tokens"], ignore_eos=True, detokenize=False
-    )
+    parameters = SamplingParams(temperature=0.0, max_tokens=settings["max_tokens"], ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": ids} for ids in settings["prompts"]]
     outputs = engine.generate(prompts, parameters, use_tqdm=False)
     answers = {output.request_id: list(output.outputs[0].token_ids) for output in outputs}

@@ -5,6 +5,7 @@ A wrong drafter still gives the right answers, only more slowly, so every propos
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import os
@@ -55,6 +56,8 @@ class Served:
     plain: dict[str, Any]
     drafted: dict[str, Any]
     log: str
+    model: Any
+    drafter: Drafter
     runner: list[tuple[GenerationResult, dict[int, tuple[int, list[int]]]]]  # a prompt: result, position -> block
 
 
@@ -121,9 +124,7 @@ def vllm(case: Case, out: Path, *, drafter: Path | None) -> tuple[dict[str, Any]
 
 def run_here(case: Case, drafter: Drafter, model: Any, prompt: list[int]) -> tuple[GenerationResult, Any]:
     """The runner's answer to one prompt and its blocks."""
-    settings = DecodeSettings(
-        max_new_tokens=case.max_tokens, num_drafted=case.num_proposals, stop_ids=frozenset()
-    )
+    settings = DecodeSettings(max_new_tokens=case.max_tokens, num_drafted=case.num_proposals, stop_ids=frozenset())
     proposer = Recording(
         drafter,
         embedding_weight=model.get_input_embeddings().weight,
@@ -146,7 +147,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model = AutoModelForCausalLM.from_pretrained(case.target, dtype=torch.float32).eval()
     drafter = load_drafter(case.drafter, torch.float32).eval()
     runner = [run_here(case, drafter, model, prompt) for prompt in case.prompts]
-    return Served(case=case, plain=plain, drafted=drafted, log=log, runner=runner)
+    return Served(
+        case=case, plain=plain, drafted=drafted, log=log, model=model, drafter=drafter, runner=runner
+    )
 
 
 def test_every_tensor_of_the_export_is_loaded_and_nothing_is_left_unset(served: Served) -> None:
@@ -155,9 +158,8 @@ def test_every_tensor_of_the_export_is_loaded_and_nothing_is_left_unset(served: 
 
 
 def test_the_mask_vector_is_in_use_and_the_log_says_so(served: Served) -> None:
-    drafter = load_drafter(served.case.drafter, torch.float32)
-    assert LOADED.format(drafter.shape.mask_token_id) in served.log
-    assert torch.equal(torch.tensor(served.drafted["mask"]), drafter.mask_embedding.detach())
+    assert LOADED.format(served.drafter.shape.mask_token_id) in served.log
+    assert torch.equal(torch.tensor(served.drafted["mask"]), served.drafter.mask_embedding.detach())
 
 
 def test_greedy_answers_are_those_without_a_drafter(served: Served) -> None:
@@ -180,6 +182,16 @@ def test_every_proposed_block_is_the_runners(served: Served) -> None:
         assert {position: theirs.get(position) for position in blocks} == blocks
         end = len(served.case.prompts[number]) + served.case.max_tokens - 1
         assert all(position >= end for position in theirs.keys() - blocks.keys()), "drafts after the last token alone"
+
+
+@torch.no_grad()
+def test_drafts_without_the_mask_vector_would_be_noticed(served: Served) -> None:
+    """The comparison above can fail: with the target's own row in its place, as servers without the file have it."""
+    drafter = copy.deepcopy(served.drafter)
+    drafter.mask_embedding.copy_(served.model.get_input_embeddings().weight[drafter.shape.mask_token_id])
+    runs = [run_here(served.case, drafter, served.model, prompt) for prompt in served.case.prompts]
+    assert [blocks for _, blocks in runs] != [blocks for _, blocks in served.runner]
+    assert [result.token_ids for result, _ in runs] == served.plain["answers"], "the answers stay"
 
 
 def test_acceptance_counters_are_the_runners(served: Served) -> None:

@@ -42,7 +42,7 @@ class Witness:
             parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
             for parameter in parameters.values():
                 parameter.data.fill_(float("nan"))
-            self.tensors, listed = [], list(weights)
+            listed = list(weights)
             self.tensors = [name for name, _ in listed]
             result = load(model, iter(listed))
             self.unset = [name for name, p in parameters.items() if bool(torch.isnan(p).any())]

@@ -17,7 +17,7 @@ from dflash2_train.export.card import front_matter
 from dflash2_train.export.commands import dispatch
 from dflash2_train.export.hf import export_hf
 from dflash2_train.export.record import changed_files, read_record, target_record
-from dflash2_train.export.rewrite import add_found_report, rewrite_papers
+from dflash2_train.export.rewrite import add_found_reports, rewrite_papers
 from dflash2_train.provenance import sha256_file
 from tests.cases import RECORD, edit_json, make_drafter, make_target_info, tiny_run_config
 from tests.reports import write_report
@@ -314,16 +314,27 @@ def test_a_file_system_without_hard_links_gets_copies(
 def test_the_runs_own_report_is_found_and_one_of_other_weights_is_passed_over(
     tiny_config: RunConfig, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert add_found_report(tiny_config, folder) == []
+    assert add_found_reports(tiny_config, folder) == []
     report = write_report(Path(tiny_config.eval.output_dir) / "report.json", folder)
-    assert len(add_found_report(tiny_config, folder)) == 1
+    other = Path(tiny_config.eval.output_dir) / "mt4096" / "server" / "plain"
+    other.mkdir(parents=True)
+    served(other / "report.json", folder, protocol={"drafter_sha256": None})  # a baseline
+    assert len(add_found_reports(tiny_config, folder)) == 1
     stamp = (folder / "run.json").stat().st_mtime_ns
-    assert add_found_report(tiny_config, folder) == []  # known already: nothing is touched
+    assert add_found_reports(tiny_config, folder) == []  # known already: nothing is touched
     assert (folder / "run.json").stat().st_mtime_ns == stamp
     edit_json(report, protocol__drafter_sha256={"model.safetensors": "0" * 64})
     before = hashes(folder)
-    assert add_found_report(tiny_config, folder) == []
+    assert add_found_reports(tiny_config, folder) == []
     assert hashes(folder) == before
+
+
+def test_served_runs_of_the_experiment_are_found_too(tiny_config: RunConfig, folder: Path) -> None:
+    place = Path(tiny_config.eval.output_dir) / "server" / "ours"
+    place.mkdir(parents=True)
+    served(place / "report.json", folder)
+    assert len(add_found_reports(tiny_config, folder)) == 1
+    assert "| served by vLLM | 2.500" in card_of(folder)
 
 
 def test_the_serving_commands_name_the_repository_once_it_is_known(folder: Path) -> None:

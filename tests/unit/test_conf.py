@@ -8,6 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 
+from data_gen.stage_plan import plan_stage
 from dflash2_train.app import register_schema
 from dflash2_train.config import ConfigError, RunConfig, load_config
 from dflash2_train.export.doctor import check_config
@@ -81,6 +82,14 @@ def test_the_published_config_of_every_experiment_breaks_no_rule(experiment: str
     config = load(f"+experiment={experiment}")
     ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     assert check_config(DrafterShape.from_config(config).to_published("bfloat16", **ids)) == []
+
+
+@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name != "smollm2_cpu"])
+def test_every_large_recipe_is_planned_before_anything_is_read(experiment: str, tmp_path: Path) -> None:
+    plan = plan_stage(load(f"+experiment={experiment}", f"run_dir={tmp_path}"))
+    assert all(stage.hours is not None and stage.hours > 0 for stage in plan.stages)
+    assert all(fit.verdict in ("fits", "does not fit") for fit in plan.fits if fit.available is not None)
+    assert (tmp_path / "plan.json").exists()
 
 
 SEVEN = [

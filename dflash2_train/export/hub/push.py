@@ -1,6 +1,6 @@
 """Putting an exported drafter on the Hub.
 
-What goes is what ``run.json`` lists, or ``gguf.json`` for GGUF files, in one commit that names the run, after doctor and
+What goes is what ``run.json`` lists, or ``gguf.json`` for GGUF files, in one commit that names the run, once doctor and
 hashes agree. A push that was cut is continued by the same command: files that arrived are not sent again, and
 nothing is visible before the commit. Afterwards the Hub is asked for the hashes of what it holds.
 """

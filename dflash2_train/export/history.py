@@ -22,6 +22,7 @@ from dflash2_train.checkpoint import MANIFEST, STATE
 from dflash2_train.config import RunConfig, absolute
 from dflash2_train.export.payload import read_json
 from dflash2_train.provenance import public_value
+from dflash2_train.tracker import read_metrics
 
 METRICS = "metrics.jsonl"
 PROMPT_REPORT = "prompts_report.json"
@@ -73,18 +74,11 @@ def _attempt(path: Path) -> int:
 
 
 def last_metrics(path: Path, step: int) -> dict[str, Any] | None:
-    """The last line of a metrics log that is not past ``step``, which a later attempt may have written anew."""
-    if not path.exists():
+    """The last line of a metrics log that is not past ``step``; figures of single slots, groups and parts stay out."""
+    rows = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
+    if not rows:
         return None
-    found: dict[str, Any] | None = None
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            if not line.endswith("\n"):  # cut by a crash, or being written
-                continue
-            values = json.loads(line)
-            if values["step"] <= step and (found is None or values["step"] >= found["step"]):
-                found = values
-    return found
+    return {name: value for name, value in rows[-1].items() if "/" not in name or name.startswith("validation/")}
 
 
 def data_facts(root: Path, cache: Any) -> dict[str, Any] | None:

@@ -12,7 +12,6 @@ tells stays out, and the card says "not recorded". Paths are cut to their last p
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 

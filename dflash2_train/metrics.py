@@ -43,9 +43,7 @@ class MetricSums:
         pair = torch.stack([_scalar(name, numerator, denominator), _scalar(name, denominator, numerator)])
         self._add_pair(name, pair, rate=rate)
 
-    def add_each(
-        self, names: Sequence[str], numerators: Tensor, denominators: Tensor, *, rate: bool = False
-    ) -> None:
+    def add_each(self, names: Sequence[str], numerators: Tensor, denominators: Tensor, *, rate: bool = False) -> None:
         """:meth:`add` for several metrics at once.
 
         Args:

@@ -59,7 +59,7 @@ def draw(axes: Axes, curve: Series, label: str, color: object) -> None:
 
 def finish(axes: Axes, title: str, unit: str, *, log: bool = False, legend_columns: int = 2) -> None:
     """Title, unit, grid, and a legend where something has a label; a logarithmic scale where all is positive."""
-    drawn = [line.get_ydata() for line in axes.get_lines()]
+    drawn = [np.asarray(line.get_ydata()) for line in axes.get_lines()]
     if log and drawn and all(np.min(values) > 0 for values in drawn if len(values)):
         axes.set_yscale("log", subs=[2, 5])
         for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):

@@ -1,8 +1,7 @@
-"""The operations that are reported are those that a step makes, counted by torch itself, and its work is what is seen."""
+"""The operations that are reported are those that torch counts in a step, and work is what the masks let through."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from data_gen.cache.format import CapturedSample
 from dflash2_train.blocks import BlockBatch, build_blocks
+from dflash2_train.config import TrainConfig
 from dflash2_train.data import PackedBatch
 from dflash2_train.flops import StepWork, count_work, step_flops, visible_pairs
 from dflash2_train.layer_execution import apply_layer_options
@@ -57,7 +57,7 @@ def test_a_step_makes_exactly_the_operations_that_are_reported(
     objective, samples = case
     objective.loss.detach_unary = detach
     if checkpointing:
-        train = replace(make_train(), gradient_checkpointing=True)
+        train = TrainConfig(output_dir="x", steps=1, row_tokens=8, rows=1, gradient_checkpointing=True)
         apply_layer_options(objective.drafter.layers, train, torch.device("cpu"))
     batch = pack([[samples[0], samples[1]], [samples[2]]])
     blocks = build_blocks(batch, block_size=SHORT, mask_token_id=MASK_ID)
@@ -69,12 +69,6 @@ def test_a_step_makes_exactly_the_operations_that_are_reported(
     )
     assert counted_flops(objective, batch, blocks) == flops.hardware
     assert (flops.hardware > flops.model) is checkpointing
-
-
-def make_train():  # type: ignore[no-untyped-def]
-    from dflash2_train.config import TrainConfig
-
-    return TrainConfig(output_dir="x", steps=1, row_tokens=8, rows=1)
 
 
 def test_pairs_are_those_that_the_mask_of_each_layer_lets_through(

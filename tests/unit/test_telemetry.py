@@ -1,4 +1,4 @@
-"""What a log line says of speed, work and memory is right on any number of ranks, and every name in it is in the guide."""
+"""What a log line says of speed, work and memory is right on any number of ranks, and the guide names all of it."""
 
 from __future__ import annotations
 

@@ -122,9 +122,7 @@ def test_a_tracker_that_cannot_write_is_switched_off_and_training_goes_on(
     assert caplog.text.count("TensorBoard stopped") == 1
 
 
-def test_a_missing_tensorboard_is_named_with_the_way_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_tensorboard_is_named_with_the_way_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ConfigError, match=r"train\.tensorboard=True: the package tensorboard is missing.*pip install"):

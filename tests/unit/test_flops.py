@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from data_gen.cache.format import CapturedSample
 from dflash2_train.blocks import BlockBatch, build_blocks
 from dflash2_train.config import TrainConfig
 from dflash2_train.data import PackedBatch
-from dflash2_train.flops import StepWork, count_work, step_flops, visible_pairs
+from dflash2_train.flops import StepFlops, StepWork, count_work, step_flops, visible_pairs
 from dflash2_train.layer_execution import apply_layer_options
 from dflash2_train.masks import context_masks
 from dflash2_train.objective import Objective
+from dflash2_train.shapes import ROWS_MULTIPLE, round_up
 from tests.objective_case import MASK_ID, batch_of, make_objective, pack
 
+PADDED = ("head", "selector")  # products whose rows are filled up
 SHORT = 3  # of a drafter for blocks of 4: no path is walked for the record, which is no part of a step's work
 
 
@@ -61,14 +64,19 @@ def test_a_step_makes_exactly_the_operations_that_are_reported(
         apply_layer_options(objective.drafter.layers, train, torch.device("cpu"))
     batch = pack([[samples[0], samples[1]], [samples[2]]])
     blocks = build_blocks(batch, block_size=SHORT, mask_token_id=MASK_ID)
-    flops = step_flops(
-        objective.drafter.shape,
-        executed_work(objective, batch, blocks),
-        detach_unary=detach,
-        gradient_checkpointing=checkpointing,
+    work = executed_work(objective, batch, blocks)
+    options = {"detach_unary": detach, "gradient_checkpointing": checkpointing}
+    flops = step_flops(objective.drafter.shape, work, **options)
+    padded = step_flops(
+        objective.drafter.shape, replace(work, labels=round_up(int(work.labels), ROWS_MULTIPLE)), **options
     )
-    assert counted_flops(objective, batch, blocks) == flops.hardware
+    filling = sum(more[part] - one[part] for more, one in both_ways(padded, flops) for part in PADDED)
+    assert counted_flops(objective, batch, blocks) == flops.hardware + filling
     assert (flops.hardware > flops.model) is checkpointing
+
+
+def both_ways(more: StepFlops, one: StepFlops) -> list[tuple[dict[str, float], dict[str, float]]]:
+    return [(more.forward, one.forward), (more.backward, one.backward)]
 
 
 def test_pairs_are_those_that_the_mask_of_each_layer_lets_through(

@@ -1,4 +1,4 @@
-"""What all curve plots share: series out of log rows, a grid of panels, one look, a file written whole or not at all."""
+"""What all curve plots share: series out of log rows, a grid of panels, one look, a file whole or not at all."""
 
 from __future__ import annotations
 

@@ -155,9 +155,10 @@ def test_an_untold_history_is_left_out_and_not_guessed(config: RunConfig) -> Non
 def test_the_last_metrics_are_those_up_to_the_step_in_the_latest_attempt(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert last_metrics(path, 3) is None
-    lines = [{"step": 1, "a": 1}, {"step": 3, "a": 2}, {"step": 4, "a": 3}, {"step": 3, "a": 4}]
+    trail = ((1, 1, 1), (1, 3, 2), (1, 4, 3), (2, 3, 4))
+    lines = [{"attempt": attempt, "step": step, "a": value, "a/slot1": value} for attempt, step, value in trail]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "cut')
-    assert last_metrics(path, 3) == {"step": 3, "a": 4}
+    assert last_metrics(path, 3) == {"attempt": 2, "step": 3, "a": 4}, "figures of single slots stay out"
     assert last_metrics(path, 2) == {"step": 1, "a": 1}
 
 

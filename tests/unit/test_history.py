@@ -159,7 +159,7 @@ def test_the_last_metrics_are_those_up_to_the_step_in_the_latest_attempt(tmp_pat
     lines = [{"attempt": attempt, "step": step, "a": value, "a/slot1": value} for attempt, step, value in trail]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "cut')
     assert last_metrics(path, 3) == {"attempt": 2, "step": 3, "a": 4}, "figures of single slots stay out"
-    assert last_metrics(path, 2) == {"step": 1, "a": 1}
+    assert last_metrics(path, 2) == {"attempt": 1, "step": 1, "a": 1}
 
 
 def test_the_chain_of_warm_starts_reaches_back_over_exports_and_checkpoints(config: RunConfig, tmp_path: Path) -> None:

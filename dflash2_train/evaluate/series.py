@@ -1,0 +1,124 @@
+"""Runs laid side by side: one series a run and method, with the cells that tables and plots look up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dflash2_train.evaluate.report import bucket_range
+from dflash2_train.evaluate.runs import (
+    ACCEPTED,
+    AUTOREGRESSIVE,
+    PROMPT_TOKENS,
+    ROUNDS,
+    Acceptance,
+    Cell,
+    EvalRun,
+    pool,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spot:
+    """Where a figure stands in a table: a task at one concurrency and temperature."""
+
+    task: str
+    concurrency: int
+    temperature: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """All cells of one run that one method gave."""
+
+    name: str
+    method: str
+    run: EvalRun
+    cells: list[Cell]
+
+    def at(self, spot: Spot) -> Cell | None:
+        """The cells of a spot as one; None if it was not measured. An untold temperature fits every spot."""
+        found = [
+            cell
+            for cell in self.cells
+            if (cell.task, cell.concurrency) == (spot.task, spot.concurrency)
+            and (cell.temperature == spot.temperature or cell.temperature is None or spot.temperature is None)
+        ]
+        return pool(found) if found else None
+
+    @property
+    def speculates(self) -> bool:
+        """Whether it has acceptance to show."""
+        return any(cell.acceptance is not None for cell in self.cells)
+
+
+def series_of(runs: Sequence[EvalRun]) -> list[Series]:
+    """Series in the order of the runs; names differ."""
+    found: list[Series] = []
+    for run in runs:
+        methods = list(dict.fromkeys(cell.method for cell in run.cells))
+        for method in methods:
+            name = run.label if len(methods) == 1 else f"{run.label}, {method}"
+            taken = sum(one.name == name or one.name.startswith(f"{name} #") for one in found)
+            cells = [cell for cell in run.cells if cell.method == method]
+            found.append(
+                Series(name=f"{name} #{taken + 1}" if taken else name, method=method, run=run, cells=cells)
+            )
+    return found
+
+
+def spots_of(series: Sequence[Series]) -> list[Spot]:
+    """Every spot that any series has, in order; an untold temperature joins a told one."""
+    spots: list[Spot] = []
+    for cell in (cell for one in series for cell in one.cells):
+        spot = Spot(task=cell.task, concurrency=cell.concurrency, temperature=cell.temperature)
+        alike = [one for one in spots if (one.task, one.concurrency) == (spot.task, spot.concurrency)]
+        if spot not in spots and not (alike and spot.temperature is None):
+            spots = [one for one in spots if one.temperature is not None or one not in alike]
+            spots.append(spot)
+    return spots
+
+
+def spot_names(spots: Sequence[Spot]) -> list[str]:
+    """Short names: the concurrency and the temperature stand there only where a task has several."""
+    names = []
+    for spot in spots:
+        same = [one for one in spots if one.task == spot.task]
+        parts = [spot.task]
+        if len({one.concurrency for one in same}) > 1:
+            parts.append(f"c{spot.concurrency}")
+        if len({one.temperature for one in same}) > 1 and spot.temperature is not None:
+            parts.append("greedy" if spot.temperature == 0 else f"T={spot.temperature:g}")
+        names.append(", ".join(parts))
+    return names
+
+
+def baseline_of(series: Sequence[Series], one: Series, spot: Spot) -> Cell | None:
+    """Plain decoding at ``spot``, on the same hardware as ``one``; None if no run has it."""
+    for other in series:
+        if other.method != AUTOREGRESSIVE or other.run.protocol.get("hardware") != one.run.protocol.get("hardware"):
+            continue
+        cell = other.at(spot)
+        if cell is not None:
+            return cell
+    return None
+
+
+def by_prompt_length(cell: Cell) -> list[tuple[str, int, Acceptance]]:
+    """Range of prompt tokens, requests and their counts, shortest first; empty where requests told no counts."""
+    groups: dict[tuple[int, int], list[list[int]]] = {}
+    for row in cell.per_request or []:
+        groups.setdefault(bucket_range(row[PROMPT_TOKENS]), []).append(row)
+    return [
+        (
+            f"{low} to {high - 1}",
+            len(rows),
+            Acceptance(
+                rounds=sum(row[ROUNDS] for row in rows),
+                proposed=0,
+                accepted=sum(row[ACCEPTED] for row in rows),
+                accepted_per_position=[],
+            ),
+        )
+        for (low, high), rows in sorted(groups.items())
+    ]

@@ -93,6 +93,13 @@ class EvalServerConfig:
             "Set it, as in eval.server.url=http://127.0.0.1:8000",
         )
         require(
+            "@" not in self.url,
+            "eval.server.url",
+            "(not shown)",
+            "must not carry a password: addresses are written into records",
+            "Use eval.server.api_key_env.",
+        )
+        require(
             self.engine != "sglang" or self.template == "client",
             "eval.server.template",
             self.template,

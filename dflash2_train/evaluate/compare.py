@@ -67,7 +67,8 @@ class Comparison:
     other: EvalRun
     tasks: list[TaskComparison]
     unlike: list[Difference]  # not empty only if unlike runs were allowed
-    only_in_one: list[str]  # tasks that the other run lacks, in words
+    only_in_base: list[str]  # measurements that ``other`` lacks, in words
+    only_in_other: list[str]
     confidence: float = 0.95  # of the noise bands
 
 
@@ -100,12 +101,8 @@ def compare(base: EvalRun, other: EvalRun, *, allow_unlike: bool = False, confid
         tasks=[_compare_cells(one, two, confidence) for one, two in pairs],
         unlike=unlike,
         confidence=confidence,
-        only_in_one=[
-            f"{cell.task} at concurrency {cell.concurrency} only in {run.label}"
-            for run, cells in ((base, base_cells), (other, other_cells))
-            for cell in cells.values()
-            if id(cell) not in compared
-        ],
+        only_in_base=_left_over(base_cells, compared),
+        only_in_other=_left_over(other_cells, compared),
     )
 
 
@@ -155,6 +152,11 @@ def differences(base: EvalRun, other: EvalRun, pairs: Sequence[tuple[Cell, Cell]
                 Difference(where=one.task, key="requests", base=one.requests.asked, other=two.requests.asked)
             )
     return found
+
+
+def _left_over(cells: dict[Key, Cell], compared: set[int]) -> list[str]:
+    """Measurements that no pair holds."""
+    return [f"{cell.task} at concurrency {cell.concurrency}" for cell in cells.values() if id(cell) not in compared]
 
 
 def _compare_cells(base: Cell, other: Cell, confidence: float) -> TaskComparison:

@@ -61,9 +61,7 @@ def judge(run: EvalRun, baseline: EvalRun, settings: GateConfig) -> GateVerdict:
     )
     verdicts = [_judge_task(task, settings) for task in comparison.tasks]
     verdicts += [
-        TaskVerdict(task=text.split(" at concurrency ")[0], passed=False, reason="the run did not measure it")
-        for text in comparison.only_in_one
-        if text.endswith(f" only in {baseline.label}")
+        TaskVerdict(task=name, passed=False, reason="the run did not measure it") for name in comparison.only_in_base
     ]
     return GateVerdict(comparison=comparison, tasks=verdicts)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from dflash2_train.evaluate.compare import PROTOCOL_KEYS
 from dflash2_train.evaluate.report import bucket_range
 from dflash2_train.evaluate.runs import (
     ACCEPTED,
@@ -29,7 +31,7 @@ class Spot:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """All cells of one run that one method gave."""
+    """All cells that one method gave in one run, or in several of one label that differ in concurrency alone."""
 
     name: str
     method: str
@@ -53,9 +55,9 @@ class Series:
 
 
 def series_of(runs: Sequence[EvalRun]) -> list[Series]:
-    """Series in the order of the runs; names differ."""
+    """Series in the order of the runs; names differ. Runs of one label under like conditions continue each other."""
     found: list[Series] = []
-    for run in runs:
+    for run in _joined(runs):
         methods = list(dict.fromkeys(cell.method for cell in run.cells))
         for method in methods:
             name = run.label if len(methods) == 1 else f"{run.label}, {method}"
@@ -65,6 +67,29 @@ def series_of(runs: Sequence[EvalRun]) -> list[Series]:
                 Series(name=f"{name} #{taken + 1}" if taken else name, method=method, run=run, cells=cells)
             )
     return found
+
+
+def _joined(runs: Sequence[EvalRun]) -> list[EvalRun]:
+    joined: list[EvalRun] = []
+    for run in runs:
+        same = [
+            place for place, one in enumerate(joined)
+            if (one.kind, one.label, _conditions(one)) == (run.kind, run.label, _conditions(run))
+            and not {_place(cell) for cell in one.cells} & {_place(cell) for cell in run.cells}
+        ]
+        if same:
+            joined[same[0]] = replace(joined[same[0]], cells=[*joined[same[0]].cells, *run.cells])
+        else:
+            joined.append(run)
+    return joined
+
+
+def _conditions(run: EvalRun) -> list[Any]:
+    return [run.protocol.get(key) for key in (*PROTOCOL_KEYS, "engine", "drafter_sha256")]
+
+
+def _place(cell: Cell) -> tuple[str, str | None, str, int, float | None]:
+    return cell.task, cell.category, cell.method, cell.concurrency, cell.temperature
 
 
 def spots_of(series: Sequence[Series]) -> list[Spot]:

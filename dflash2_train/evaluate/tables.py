@@ -175,7 +175,8 @@ def comparison_table(comparison: Comparison) -> Table:
         rows=[_comparison_row(task) for task in comparison.tasks],
         notes=[
             *(f"UNLIKE, {difference}" for difference in comparison.unlike),
-            *comparison.only_in_one,
+            *(f"only in {base}: {name}" for name in comparison.only_in_base),
+            *(f"only in {other}: {name}" for name in comparison.only_in_other),
             *(f"band drawn over {basis}" for basis in sorted({one.noise.basis for one in comparison.tasks if one.noise})),
         ],
     )

@@ -17,7 +17,7 @@ import httpx
 from dflash2_train.config import EvalConfig
 from dflash2_train.evaluate.runs import AUTOREGRESSIVE, Acceptance, Cell, RequestCounts
 from dflash2_train.evaluate.server.connection import ServerError
-from dflash2_train.evaluate.server.counters import Counters, difference, same_reading
+from dflash2_train.evaluate.server.counters import Counters, difference
 from dflash2_train.evaluate.server.messages import EngineApi, ServerFacts
 from dflash2_train.evaluate.server.workload import ANSWERED, NOT_ASKED, TOO_LONG, RequestRecord, Workload
 from dflash2_train.evaluate.tasks import Conversation, Task
@@ -66,7 +66,8 @@ async def measure_cell(
         finished=finished,
     )
     seconds = time.perf_counter() - started
-    after = await settled(session)
+    lost = any(record.causes for record in records)
+    after = await settled(session, may_be_stale=lost)
     window = None if before is None or after is None else difference(before, after, session.url)
     return build_cell(session.config, session.facts, task, concurrency, records, window, seconds), records
 
@@ -87,26 +88,32 @@ async def warm_up(session: Session, conversations: Sequence[Conversation], concu
         )
 
 
-async def settled(session: Session) -> Counters | None:
+async def settled(session: Session, *, may_be_stale: bool = False) -> Counters | None:
     """A reading of an idle server: servers count a step after they have sent its answer.
+
+    Args:
+        may_be_stale: a request was given up, and vLLM takes one that was aborted off its gauge only with its next step.
+            Counters that stand still for all readings then count as idle; a request at work would move them.
 
     Raises:
         ServerError: it does not become idle.
     """
-    wait = session.config.server.settle_s
     previous = await session.api.counters(session.client, session.facts.model)
+    unmoved = 0
     for _ in range(MAX_READINGS):
         if previous is None:
             return None
-        await asyncio.sleep(wait)
+        await asyncio.sleep(session.config.server.settle_s)
         current = await session.api.counters(session.client, session.facts.model)
-        if current is not None and same_reading(previous, current):
+        unmoved = unmoved + 1 if current == previous else 0
+        if unmoved and not previous.running:
             return current
         previous = current
-    busy = previous.running if previous is not None else 0
+    if may_be_stale and unmoved == MAX_READINGS:
+        return previous
     raise ServerError(
-        f"{session.url}: busy with {busy} requests that are not ours, its counters do not stand still. Measure a "
-        "server that nobody else uses."
+        f"{session.url}: busy with {previous.running if previous else 0} requests that are not ours, or its counters do "
+        "not stand still. Measure a server that nobody else uses."
     )
 
 

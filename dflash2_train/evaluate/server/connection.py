@@ -44,25 +44,30 @@ def open_client(config: EvalServerConfig) -> httpx.AsyncClient:
     )
 
 
+def address(client: httpx.AsyncClient, path: str = "") -> str:
+    """A page of the server, in full."""
+    return str(client.base_url).rstrip("/") + path
+
+
 async def call(client: httpx.AsyncClient, method: str, path: str) -> httpx.Response | None:
     """The response to a small request; None if the server has no such page.
 
     Raises:
         ServerError: no connection, no access, or another failure.
     """
-    url = str(client.base_url).rstrip("/")
+    url = address(client, path)
     try:
         response = await client.request(method, path, timeout=PAGE_TIMEOUT_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(
-            f"{url}: no answer to {method} {path} ({described(error)}). Start the server, or correct eval.server.url."
+            f"{url}: no answer ({described(error)}). Start the server, or correct eval.server.url."
         ) from error
     if response.status_code == 404:
         return None
     if response.status_code in DENIED:
-        raise ServerError(f"{url}{path}: HTTP {response.status_code}. Check eval.server.api_key_env.")
+        raise ServerError(f"{url}: HTTP {response.status_code}. Check eval.server.api_key_env.")
     if response.status_code != 200:
-        raise ServerError(f"{url}{path}: HTTP {response.status_code} ({said(response)}). Look into the server's log.")
+        raise ServerError(f"{url}: HTTP {response.status_code} ({said(response)}). Look into the server's log.")
     return response
 
 
@@ -78,9 +83,9 @@ async def get_object(client: httpx.AsyncClient, path: str) -> dict[str, Any] | N
     try:
         value = json.loads(response.content)
     except ValueError as error:
-        raise ServerError(f"{client.base_url}{path}: not JSON ({said(response)}). Check eval.server.url.") from error
+        raise ServerError(f"{address(client, path)}: not JSON ({said(response)}). Check eval.server.url.") from error
     if not isinstance(value, dict):
-        raise ServerError(f"{client.base_url}{path}: not a JSON object. Check eval.server.url and eval.server.engine.")
+        raise ServerError(f"{address(client, path)}: not a JSON object. Check eval.server.url and eval.server.engine.")
     return value
 
 

@@ -8,7 +8,7 @@ no counter of accepted tokens, so there acceptance comes with each answer instea
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from dflash2_train.config import UserError
 from dflash2_train.evaluate.runs import Acceptance
@@ -111,7 +111,13 @@ def read_sglang(page: str, model: str, url: str) -> Counters:
         CounterError: the page is not Prometheus text.
     """
     samples = _samples(page, model, url)
-    return Counters(started=_started(samples), running=_busy(samples, SGLANG_BUSY), **_sums(samples, SGLANG_NAMES))
+    return Counters(
+        started=_started(samples),
+        running=_busy(samples, SGLANG_BUSY),
+        accepted_per_position=(),
+        prefix_caching=None,
+        **_sums(samples, SGLANG_NAMES),
+    )
 
 
 def difference(before: Counters, after: Counters, url: str) -> Counters:
@@ -137,13 +143,6 @@ def difference(before: Counters, after: Counters, url: str) -> Counters:
     if positions and min(positions) < 0:
         raise CounterError(f"{restarted} (accepted tokens by position fell). {advice}")
     return replace(after, accepted_per_position=positions, **changes)  # type: ignore[arg-type]
-
-
-def same_reading(one: Counters, two: Counters) -> bool:
-    """Whether nothing moved between two readings and nothing is running."""
-    return not one.running and not two.running and all(
-        vars(one)[field.name] == vars(two)[field.name] for field in fields(Counters)
-    )
 
 
 def _samples(page: str, model: str, url: str) -> list[Sample]:

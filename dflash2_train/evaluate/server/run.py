@@ -12,11 +12,12 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from dflash2_train.config import EvalConfig, RunConfig, absolute, to_plain
+from dflash2_train.config import ConfigError, EvalConfig, RunConfig, absolute, to_plain
+from dflash2_train.evaluate.readers import read_run
 from dflash2_train.evaluate.runs import SERVER, Cell, EvalRun
 from dflash2_train.evaluate.server.cell import Session, measure_cell
 from dflash2_train.evaluate.server.connection import ServerError, open_client
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 APIS: dict[str, type[EngineApi]] = {"vllm": VllmApi, "sglang": SglangApi}
 REPORT_NAME = "report.json"
 DRAFTER_WEIGHTS = "model.safetensors"
+PASSING_KEYS = ("warm_up", "tries", "timeout_s", "flags")  # of a protocol: they shape no figure, or only say so in words
 
 
 def measure_server(config: RunConfig) -> EvalRun:
@@ -42,9 +44,11 @@ def measure_server(config: RunConfig) -> EvalRun:
         ServerError: a server that cannot be measured.
         CounterError: counters that are missing, or of a server that was restarted.
     """
+    folder = run_folder(config)
     tasks = load_tasks(config)
     render = _renderer(config, tasks)
-    folder = run_folder(config)
+    if config.eval.server.template == "client":
+        tasks = [rendered(task, render) for task in tasks]
     run = asyncio.run(_measure(config, tasks, render, folder))
     atomic_write_json(folder / REPORT_NAME, run.to_json())
     return run
@@ -66,6 +70,15 @@ def _renderer(config: RunConfig, tasks: Sequence[Task]) -> Render:
     return open_renderer(config.target, config.data.enable_thinking)
 
 
+def rendered(task: Task, render: Render) -> Task:
+    """The task with every opening as token ids, so that no template runs while requests are timed."""
+    conversations = [
+        one if one.prompt_ids is not None else replace(one, prompt_ids=render(one.opening))
+        for one in task.conversations
+    ]
+    return replace(task, conversations=conversations)
+
+
 async def _measure(config: RunConfig, tasks: Sequence[Task], render: Render, folder: Path) -> EvalRun:
     server = config.eval.server
     api = APIS[server.engine]()
@@ -74,6 +87,7 @@ async def _measure(config: RunConfig, tasks: Sequence[Task], render: Render, fol
         check_speculation(config, facts)
         counters = await api.counters(client, facts.model)
         protocol = describe(config, facts)
+        check_folder(folder, protocol)
         workload = Workload(
             client=client,
             api=api,
@@ -98,6 +112,25 @@ async def _measure(config: RunConfig, tasks: Sequence[Task], render: Render, fol
         labels=_run_labels(config, facts),
         run={"evaluation": run_record(to_plain(config)), "server": asdict(facts)},
     )
+
+
+def check_folder(folder: Path, protocol: dict[str, Any]) -> None:
+    """Refuse to replace a result that was measured under other conditions.
+
+    Raises:
+        ConfigError: the label's folder holds such a one.
+    """
+    path = folder / REPORT_NAME
+    if not path.is_file():
+        return
+    found = read_run(path).protocol
+    changed = [key for key in protocol if key not in PASSING_KEYS and found.get(key) != protocol[key]]
+    if changed:
+        listed = ", ".join(f"{key} {found.get(key)!r} -> {protocol[key]!r}" for key in changed)
+        raise ConfigError(
+            f"eval.server.label={folder.name!r}: {path} holds a result under other conditions ({listed}). Name another "
+            "label or another eval.output_dir, or remove that folder."
+        )
 
 
 async def _measure_all(session: Session, tasks: Sequence[Task], store: Store) -> list[Cell]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from dflash2_train.evaluate.server.connection import ServerError, call, get_object
+from dflash2_train.evaluate.server.connection import ServerError, address, call, get_object
 from dflash2_train.evaluate.server.counters import Counters, read_sglang
 from dflash2_train.evaluate.server.messages import (
     Answer,
@@ -62,12 +62,12 @@ class SglangApi:
             info = info or await get_object(client, page)
         if not info or "model_path" not in info:
             raise ServerError(
-                f"{client.base_url}: neither {' nor '.join(INFO_PAGES)} describes a SGLang server. Check eval.server.url "
+                f"{address(client)}: neither {' nor '.join(INFO_PAGES)} describes a SGLang server. Check eval.server.url "
                 "and eval.server.engine."
             )
         served = str(info.get("served_model_name") or info["model_path"])
         if model and model not in (served, info["model_path"]):
-            raise ServerError(f"{client.base_url}: serves {served!r}, not eval.server.model={model!r}. Correct it.")
+            raise ServerError(f"{address(client)}: serves {served!r}, not eval.server.model={model!r}. Correct it.")
         draft_tokens = info.get("speculative_num_draft_tokens")
         speculates = info.get("speculative_algorithm") is not None
         radix_off = info.get("disable_radix_cache")
@@ -86,13 +86,13 @@ class SglangApi:
         response = await call(client, "GET", "/metrics")
         if response is None:
             return None
-        return read_sglang(response.text, model, str(client.base_url).rstrip("/"))
+        return read_sglang(response.text, model, address(client))
 
     async def make_cold(self, client: httpx.AsyncClient) -> None:
         """Empty the radix cache."""
         if await call(client, "POST", "/flush_cache") is None:
             raise ServerError(
-                f"{client.base_url}flush_cache: there is no such page, so the prefix cache cannot be emptied. "
+                f"{address(client, '/flush_cache')}: there is no such page, so the prefix cache cannot be emptied. "
                 "Set eval.server.cold_prefix_cache=false; the report will say what was found in it."
             )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from dflash2_train.evaluate.server.connection import ServerError, call, get_object
+from dflash2_train.evaluate.server.connection import ServerError, address, call, get_object
 from dflash2_train.evaluate.server.counters import CounterError, Counters, read_vllm
 from dflash2_train.evaluate.server.messages import (
     Answer,
@@ -59,12 +59,12 @@ class VllmApi:
         body = await get_object(client, "/v1/models")
         entries = body.get("data") if body else None
         if not isinstance(entries, list) or not all(isinstance(entry, dict) and "id" in entry for entry in entries):
-            raise ServerError(f"{client.base_url}v1/models: no list of models. Check eval.server.url and engine.")
+            raise ServerError(f"{address(client, '/v1/models')}: no list of models. Check eval.server.url and engine.")
         served = {str(entry["id"]): entry for entry in entries}
         name = model or (next(iter(served)) if len(served) == 1 else "")
         if name not in served:
             raise ServerError(
-                f"{client.base_url}: serves {sorted(served)}, not eval.server.model={model!r}. Name one of them."
+                f"{address(client)}: serves {sorted(served)}, not eval.server.model={model!r}. Name one of them."
             )
         return served[name]
 
@@ -73,7 +73,7 @@ class VllmApi:
         return await self._read(client, model)
 
     async def _read(self, client: httpx.AsyncClient, model: str) -> Counters:
-        url = str(client.base_url).rstrip("/")
+        url = address(client)
         response = await call(client, "GET", "/metrics")
         if response is None:
             raise CounterError(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from dflash2_train.config import EvalServerConfig
-from dflash2_train.evaluate.server.connection import DENIED, PASSING, ServerError, described, said
+from dflash2_train.evaluate.server.connection import DENIED, PASSING, ServerError, address, described, said
 from dflash2_train.evaluate.server.messages import Answer, Ask, Asking, BadAnswerError, EngineApi
 from dflash2_train.evaluate.tasks import Conversation, Message
 
@@ -119,14 +119,13 @@ class Workload:
     ) -> AsyncIterator[RequestRecord]:
         """One record a turn; turns after one without an answer are not asked."""
         messages = list(conversation.opening)
-        prompt_ids = conversation.prompt_ids
         broken = False
         for turn in range(1 + len(conversation.further_turns)):
             record = RequestRecord(prompt_index=index, prompt_id=conversation.prompt_id, turn=turn)
             if not broken:
-                ids = self._render(messages) if prompt_ids is None else prompt_ids
+                rendered = conversation.prompt_ids if turn == 0 else None
                 ask = Ask(
-                    prompt_ids=ids,
+                    prompt_ids=self._render(messages) if rendered is None else rendered,
                     messages=messages,
                     salt=uuid.uuid4().hex if self._config.cold_prefix_cache else None,
                     max_new_tokens=max_new_tokens,
@@ -199,7 +198,7 @@ class Workload:
         text = f"HTTP {status} ({said(response)})"
         if status in DENIED or status == 404:
             raise ServerError(
-                f"{self._client.base_url}{path.removeprefix('/')}: {text}. Check eval.server.model, engine and "
+                f"{address(self._client, path)}: {text}. Check eval.server.model, engine and "
                 "api_key_env."
             )
         raise _TryFailedError(f"HTTP {status}", text, final=status < 500 and status not in PASSING)

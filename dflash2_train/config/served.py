@@ -107,7 +107,7 @@ class EvalServerConfig:
             "Use client.",
         )
         require(
-            bool(self.concurrency) and min(self.concurrency) > 0 and len(set(self.concurrency)) == len(self.concurrency),
+            len(set(self.concurrency)) == len(self.concurrency) > 0 and min(self.concurrency) > 0,
             "eval.server.concurrency",
             self.concurrency,
             "must be a list of different positive numbers",
@@ -141,6 +141,7 @@ class GateConfig:
     tolerance: float = 0.0  # tokens of acceptance length allowed beyond the noise
     confidence: float = 0.95  # of the noise band
     allow_unlike: bool = False  # compare though hardware, prompts, limits or K differ; the verdict says so
+    after_training: bool = False  # dflash2-train evaluates its export and ends with the gate's exit code
 
     def check(self) -> None:
         """Raise ConfigError for the first rule that the values break."""
@@ -151,4 +152,11 @@ class GateConfig:
             self.confidence,
             "must lie in [0.5, 1)",
             "Use 0.95.",
+        )
+        require(
+            self.baseline is not None or not self.after_training,
+            "eval.gate.baseline",
+            self.baseline,
+            "eval.gate.after_training needs a run to hold against",
+            "Name its report.json.",
         )

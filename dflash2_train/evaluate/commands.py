@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     gate = commands.add_parser("gate", help="exit code 1 if acceptance dropped by more than the noise")
     gate.add_argument("run", type=Path, metavar="RUN.json", help=files)
     gate.add_argument("--baseline", type=Path, required=True, metavar="BASE.json", help=files)
-    gate.add_argument("--tolerance", type=float, default=0.0, help="tokens of acceptance length allowed beyond the noise")
+    gate.add_argument("--tolerance", type=float, default=0.0, help="acceptance length allowed beyond the noise")
     _add_rules(gate)
     return parser
 

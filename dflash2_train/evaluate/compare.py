@@ -79,9 +79,8 @@ def compare(base: EvalRun, other: EvalRun, *, allow_unlike: bool = False, confid
         UnlikeRunsError: conditions differ and ``allow_unlike`` is off, or the runs share no task.
     """
     base_cells, other_cells = _pooled(base), _pooled(other)
-    shared = [key for key in base_cells if key in other_cells]
-    pairs = [(base_cells[key], other_cells[key]) for key in shared]
-    pairs += _pairs_by_task(base_cells, other_cells, shared)
+    pairs = [(cell, other_cells[key]) for key, cell in base_cells.items() if key in other_cells]
+    pairs = pairs or _pairs_by_task(base_cells, other_cells)
     if not pairs:
         raise UnlikeRunsError(
             f"{base.label} has {_names(base_cells)}, {other.label} has {_names(other_cells)}: nothing in common. "
@@ -92,7 +91,7 @@ def compare(base: EvalRun, other: EvalRun, *, allow_unlike: bool = False, confid
         listed = "; ".join(str(one) for one in unlike)
         raise UnlikeRunsError(
             f"{base.label} and {other.label} do not compare: {listed}. Repeat one of them under the conditions of the "
-            "other, or pass --allow-unlike (eval.gate.allow_unlike=true) to see them side by side with these differences."
+            "other, or pass --allow-unlike (eval.gate.allow_unlike=true) to see them with these differences named."
         )
     compared = {id(cell) for pair in pairs for cell in pair}
     return Comparison(
@@ -122,12 +121,11 @@ def _main_cells(run: EvalRun) -> list[Cell]:
     return speculating or run.cells
 
 
-def _pairs_by_task(base: dict[Key, Cell], other: dict[Key, Cell], shared: Sequence[Key]) -> list[tuple[Cell, Cell]]:
-    """Tasks that stand in both runs once, under other conditions; they are unlike, and shown if that is allowed."""
-    left = [{key: cell for key, cell in cells.items() if key not in shared} for cells in (base, other)]
+def _pairs_by_task(base: dict[Key, Cell], other: dict[Key, Cell]) -> list[tuple[Cell, Cell]]:
+    """Tasks that both runs measured once, under other conditions: unlike, and shown if that is allowed."""
     pairs = []
-    for task in dict.fromkeys(key[0] for key in left[0]):
-        one, two = ([cell for key, cell in cells.items() if key[0] == task] for cells in left)
+    for task in dict.fromkeys(key[0] for key in base):
+        one, two = ([cell for key, cell in cells.items() if key[0] == task] for cells in (base, other))
         if len(one) == len(two) == 1:
             pairs.append((one[0], two[0]))
     return pairs

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflash2_train.evaluate.intervals import length_interval
 from dflash2_train.evaluate.report import EvalReport, PassReport
@@ -95,9 +95,8 @@ def draw_runs(runs: Sequence[EvalRun]) -> bytes | None:
     from matplotlib.figure import Figure
 
     series = series_of(runs)
-    speculating = [one for one in series if one.speculates]
-    panels = [panel for panel in (_positions_panel(speculating), _tasks_panel(speculating),
-                                  _lengths_panel(speculating), _throughput_panel(series)) if panel is not None]
+    makers = (_positions_panel, _tasks_panel, _lengths_panel, _throughput_panel)
+    panels = [panel for panel in (make(series) for make in makers) if panel is not None]
     if not panels:
         return None
     columns = min(len(panels), 2)
@@ -121,9 +120,16 @@ def draw_runs(runs: Sequence[EvalRun]) -> bytes | None:
 Panel = Callable[["Axes"], None]
 
 
-def _style(index: int, series: Sequence[Series]) -> dict[str, str]:
-    reference = len(series) > 1 and index == 0
-    return {"color": SERIES_COLORS[index % len(SERIES_COLORS)], "linestyle": "--" if reference else "-"}
+def _color(one: Series, series: Sequence[Series]) -> str:
+    """The same in every panel."""
+    return SERIES_COLORS[[other.name for other in series].index(one.name) % len(SERIES_COLORS)]
+
+
+def _line(one: Series, series: Sequence[Series]) -> dict[str, Any]:
+    speculating = [other.name for other in series if other.speculates]
+    dashed = len(speculating) > 1 and one.name == speculating[0]
+    style = "--" if dashed else "-"
+    return {"marker": "o", "markersize": 4, "label": one.name, "color": _color(one, series), "linestyle": style}
 
 
 def _positions_panel(series: Sequence[Series]) -> Panel | None:
@@ -135,9 +141,8 @@ def _positions_panel(series: Sequence[Series]) -> Panel | None:
             lines.append((one, [100 * rate for rate in total.plain_rates]))
 
     def draw(axes: Axes) -> None:
-        for index, (one, rates) in enumerate(lines):
-            positions = range(1, len(rates) + 1)
-            axes.plot(positions, rates, marker="o", markersize=4, label=one.name, **_style(index, series))
+        for one, rates in lines:
+            axes.plot(range(1, len(rates) + 1), rates, **_line(one, series))
         axes.set_ylim(0, 100)
         axes.set_xticks(range(1, max(len(rates) for _, rates in lines) + 1))
         axes.set_xlabel("drafted position")
@@ -148,26 +153,27 @@ def _positions_panel(series: Sequence[Series]) -> Panel | None:
 
 
 def _tasks_panel(series: Sequence[Series]) -> Panel | None:
-    spots = spots_of(series)
+    speculating = [one for one in series if one.speculates]
+    spots = spots_of(speculating)
     names = spot_names(spots)
     if not spots:
         return None
 
     def draw(axes: Axes) -> None:
-        width = 0.8 / len(series)
-        for index, one in enumerate(series):
+        width = 0.8 / len(speculating)
+        for index, one in enumerate(speculating):
             shown = [(place, cell) for place, spot in enumerate(spots) if (cell := _with_length(one, spot)) is not None]
             heights = [_length(cell) for _, cell in shown]
             bars = axes.bar(
-                [place + (index - (len(series) - 1) / 2) * width for place, _ in shown],
+                [place + (index - (len(speculating) - 1) / 2) * width for place, _ in shown],
                 heights,
                 width,
                 yerr=_error_bars([cell for _, cell in shown]),
                 error_kw={"elinewidth": 0.8},
-                color=SERIES_COLORS[index % len(SERIES_COLORS)],
+                color=_color(one, series),
                 label=one.name,
             )
-            if len(spots) * len(series) <= 16:
+            if len(spots) * len(speculating) <= 16:
                 axes.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=LABEL_SIZE, padding=1)
         axes.set_xticks(range(len(spots)), names, fontsize=LABEL_SIZE, rotation=0 if len(spots) <= 4 else 30)
         axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
@@ -212,10 +218,9 @@ def _lengths_panel(series: Sequence[Series]) -> Panel | None:
         return None
 
     def draw(axes: Axes) -> None:
-        for index, (one, lengths) in enumerate(lines):
+        for one, lengths in lines:
             places = [place for place, tokens in enumerate(buckets) if tokens in lengths]
-            heights = [lengths[buckets[place]] for place in places]
-            axes.plot(places, heights, marker="o", markersize=4, label=one.name, **_style(index, series))
+            axes.plot(places, [lengths[buckets[place]] for place in places], **_line(one, series))
         axes.set_xticks(range(len(buckets)), buckets, fontsize=LABEL_SIZE, rotation=0 if len(buckets) <= 4 else 30)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("prompt tokens")
@@ -249,7 +254,7 @@ def _throughput_panel(series: Sequence[Series]) -> Panel | None:
                 [steps.index(concurrency) + (index - (len(lines) - 1) / 2) * width for concurrency in speeds],
                 list(speeds.values()),
                 width,
-                color=SERIES_COLORS[index % len(SERIES_COLORS)],
+                color=_color(one, series),
                 label=one.name,
             )
             axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds.values()], fontsize=LABEL_SIZE, padding=1)

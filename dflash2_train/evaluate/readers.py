@@ -112,12 +112,14 @@ def _published_acceptance(value: dict[str, Any]) -> Acceptance | None:
         if proposed or accepted:
             raise ValueError(f"drafts=0 with draft_tokens={proposed} and accepted_tokens={accepted}")
         return None
-    rates = [float(value["per_position_acceptance_rate"][str(k)]) for k in range(proposed // rounds)]
+    stated = value["per_position_acceptance_rate"]
+    rates = [float(stated[str(k)]) for k in range(len(stated))]
+    rising = any(later > earlier for earlier, later in zip(rates, rates[1:], strict=False))
+    if rising or not 0 < proposed <= rounds * len(rates):
+        raise ValueError(f"draft_tokens={proposed} in {rounds} drafts with rates by position of {rates}")
     _agree("mean_acceptance_length", value["mean_acceptance_length"], 1 + accepted / rounds)
     _agree("draft_token_acceptance_rate", value["draft_token_acceptance_rate"], accepted / proposed)
     _agree("1 + sum of per_position_acceptance_rate", 1 + sum(rates), 1 + accepted / rounds)
-    if proposed != rounds * len(rates) or any(later > earlier for earlier, later in zip(rates, rates[1:], strict=False)):
-        raise ValueError("per_position_acceptance_rate does not fall from one position to the next, K of them")
     return Acceptance(
         rounds=rounds,
         proposed=proposed,

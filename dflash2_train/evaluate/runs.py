@@ -210,7 +210,7 @@ def run_of_report(report: EvalReport) -> EvalRun:
     return EvalRun(
         kind=RUNNER,
         label="runner",
-        protocol={"engine": "built-in runner", "hardware": _runner_hardware(report), **protocol},
+        protocol={"engine": "built-in runner", "hardware": _runner_hardware(report), "ignore_eos": False, **protocol},
         cells=decoders,
         run=report.run,
     )

@@ -169,15 +169,17 @@ def requests_table(series: Sequence[Series]) -> Table:
 def comparison_table(comparison: Comparison) -> Table:
     """One run against another, with the noise."""
     base, other = comparison.base.label, comparison.other.label
+    band = f"{comparison.confidence:.0%} noise band"
+    bases = sorted({one.noise.basis for one in comparison.tasks if one.noise})
     return Table(
         title=f"{other} against {base}",
-        header=("task", "concurrency", base, other, "difference", f"{comparison.confidence:.0%} noise band", "verdict", "speed"),
+        header=("task", "concurrency", base, other, "difference", band, "verdict", "speed"),
         rows=[_comparison_row(task) for task in comparison.tasks],
         notes=[
             *(f"UNLIKE, {difference}" for difference in comparison.unlike),
             *(f"only in {base}: {name}" for name in comparison.only_in_base),
             *(f"only in {other}: {name}" for name in comparison.only_in_other),
-            *(f"band drawn over {basis}" for basis in sorted({one.noise.basis for one in comparison.tasks if one.noise})),
+            *(f"band drawn over {basis}" for basis in bases),
         ],
     )
 

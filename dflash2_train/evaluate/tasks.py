@@ -43,9 +43,15 @@ class Task:
 
     @property
     def prompts_sha256(self) -> str:
-        """Hex sha256 over ids, turns and tokens in order: equal hashes mean the same input."""
-        return sha256_json([[one.prompt_id, one.opening, one.further_turns, one.prompt_ids]
-                            for one in self.conversations])
+        """Hex sha256 over the prompts in order: equal hashes mean the same input.
+
+        Over ids and tokens where those are all there is, as ``holdout.prompts_hash``; else over the turns too.
+        """
+        if all(one.prompt_ids is not None and not one.further_turns for one in self.conversations):
+            return sha256_json([[one.prompt_id, one.prompt_ids] for one in self.conversations])
+        return sha256_json(
+            [[one.prompt_id, one.opening, one.further_turns, one.prompt_ids] for one in self.conversations]
+        )
 
     @property
     def num_requests(self) -> int:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dflash2_train.config import GateConfig, UserError
+from dflash2_train.config import GateConfig, RunConfig, UserError
+from dflash2_train.evaluate import cli
 from dflash2_train.evaluate.commands import run_command
 from dflash2_train.evaluate.compare import UnlikeRunsError, compare
 from dflash2_train.evaluate.gate import judge
@@ -20,6 +21,8 @@ from dflash2_train.evaluate.publish import print_tables, runs_markdown, write_ru
 from dflash2_train.evaluate.readers import UnreadableRunError, read_run
 from dflash2_train.evaluate.runs import Acceptance, Cell, EvalRun, RequestCounts, pool
 from dflash2_train.evaluate.tables import Table, tables_of
+from dflash2_train.export import run as export_run
+from dflash2_train.train import export_result
 
 REFERENCE_RUNS = Path(__file__).resolve().parents[3] / "shared" / "data" / "reference_runs"
 K = 3
@@ -125,8 +128,9 @@ def test_published_results_of_both_kinds_are_read(tmp_path: Path) -> None:
     [
         ({**PUBLISHED, "mean_acceptance_length": 2.1}, "mean_acceptance_length is 2.1, the counts give 1.9"),
         ({**PUBLISHED, "accepted_tokens": 20.0}, "the counts give 2.0"),
-        ({**PUBLISHED, "per_position_acceptance_rate": {"0": 0.3, "1": 0.6}}, "does not fall"),
-        ({**PUBLISHED, "per_position_acceptance_rate": {"0": 0.6}}, "key '1' is missing"),
+        ({**PUBLISHED, "per_position_acceptance_rate": {"0": 0.3, "1": 0.6}}, "rates by position"),
+        ({**PUBLISHED, "per_position_acceptance_rate": {"0": 0.9}}, "rates by position"),
+        ({**PUBLISHED, "per_position_acceptance_rate": {"0": 0.9, "2": 0.0}}, "key '1' is missing"),
         ({"schema_version": 99, "cells": []}, "schema_version=99"),
         ({"kind": "server", "schema_version": 1, "cells": [{}]}, "can be read"),
         ([], "not a JSON object"),
@@ -258,7 +262,8 @@ def test_the_gate_fails_what_was_not_measured_or_lost_requests() -> None:
     base = run(cell(STEADY), cell(STEADY, task="MBPP"))  # of the same label, as two runs of one experiment are
     assert judge(base, run(cell(STEADY)), GateConfig()).passed, "more than the baseline has is no fault"
     verdict = judge(run(cell(STEADY)), base, GateConfig())
-    assert [(task.task, task.passed) for task in verdict.tasks] == [("GSM8K at concurrency 16", True), ("MBPP at concurrency 16", False)]
+    passed = {task.task: task.passed for task in verdict.tasks}
+    assert passed == {"GSM8K at concurrency 16": True, "MBPP at concurrency 16": False}
     broken = cell(STEADY, requests=RequestCounts(asked=40, answered=39, failed={"timeout": 1}))
     assert not judge(run(broken), run(cell(STEADY), label="base"), GateConfig()).passed
 
@@ -339,3 +344,15 @@ def test_the_commands_compare_report_and_gate_and_return_their_exit_codes(
 def test_gate_settings_are_checked() -> None:
     with pytest.raises(UserError, match="eval.gate.confidence=1.5"):
         GateConfig(confidence=1.5).check()
+    with pytest.raises(UserError, match="needs a run to hold against"):
+        GateConfig(after_training=True).check()
+
+
+def test_training_ends_with_the_gates_exit_code_when_it_is_told_to(
+    tiny_config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(export_run, "export_checkpoint", lambda _: tmp_path)
+    monkeypatch.setattr(cli, "evaluate", lambda _: 1)
+    assert export_result(tiny_config) == 0
+    tiny_config.eval.gate = GateConfig(after_training=True, baseline="base.json")
+    assert export_result(tiny_config) == 1

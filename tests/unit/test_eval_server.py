@@ -1,4 +1,4 @@
-"""Measuring a server over HTTP: figures are exact, and whatever goes wrong is an error or counted, never a wrong mean."""
+"""Measuring a server over HTTP: figures are exact; what goes wrong is an error or counted, never a wrong mean."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from dflash2_train.config import ConfigError, EvalTaskConfig, RunConfig
 from dflash2_train.evaluate import cli
+from dflash2_train.evaluate.holdout import load_holdout, prompts_hash
 from dflash2_train.evaluate.readers import read_run
 from dflash2_train.evaluate.runs import Acceptance, Cell, EvalRun
 from dflash2_train.evaluate.server.chat_ids import open_renderer
@@ -101,6 +102,11 @@ def test_counts_that_answers_carry_agree_with_the_counters_and_give_rows_a_promp
         for number, prompt in enumerate(PROMPTS)
     ]
     assert cell.labels == []
+
+
+def test_the_hold_out_has_the_hash_that_the_runner_gives_it(config: RunConfig) -> None:
+    (task,) = load_tasks(config)
+    assert task.prompts_sha256 == prompts_hash(load_holdout(Path(config.data.root)))
 
 
 def test_a_plain_server_is_the_baseline_with_the_same_prompts_and_limits(config: RunConfig) -> None:

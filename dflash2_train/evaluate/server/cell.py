@@ -112,8 +112,8 @@ async def settled(session: Session, *, may_be_stale: bool = False) -> Counters |
     if may_be_stale and unmoved == MAX_READINGS:
         return previous
     raise ServerError(
-        f"{session.url}: busy with {previous.running if previous else 0} requests that are not ours, or its counters do "
-        "not stand still. Measure a server that nobody else uses."
+        f"{session.url}: busy with {previous.running if previous else 0} requests that are not ours, or its counters "
+        "do not stand still. Measure a server that nobody else uses."
     )
 
 
@@ -222,7 +222,8 @@ def _acceptance(
     if found is None and foreign:
         raise ServerError(
             f"{url}: {foreign} requests of others ran during the measurement and are in its counters, so these figures "
-            "are void. Measure a server that nobody else uses, or start it with --per-request-spec-decode-metrics summary."
+            "are void. Measure a server that nobody else uses, or start it with "
+            "--per-request-spec-decode-metrics summary."
         )
     if found is None:
         raise ServerError(

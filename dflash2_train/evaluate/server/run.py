@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 APIS: dict[str, type[EngineApi]] = {"vllm": VllmApi, "sglang": SglangApi}
 REPORT_NAME = "report.json"
 DRAFTER_WEIGHTS = "model.safetensors"
-PASSING_KEYS = ("warm_up", "tries", "timeout_s", "flags")  # of a protocol: they shape no figure, or only say so in words
+PASSING_KEYS = ("warm_up", "tries", "timeout_s", "flags")  # of a protocol: they shape no figure, or only in words
 
 
 def measure_server(config: RunConfig) -> EvalRun:
@@ -167,8 +167,8 @@ def check_speculation(config: RunConfig, facts: ServerFacts) -> None:
     if server.method == "autoregressive":
         if drafted is not None:
             raise ServerError(
-                f"{server.url}: speculates with K={drafted}, though eval.server.method=autoregressive. Start it without "
-                "speculation, or name the method."
+                f"{server.url}: speculates with K={drafted}, though eval.server.method=autoregressive. Start it "
+                "without speculation, or name the method."
             )
         return
     if drafted is None:
@@ -207,7 +207,7 @@ def describe(config: RunConfig, facts: ServerFacts) -> dict[str, Any]:
         "num_drafted": facts.num_drafted,
         "max_new_tokens": settings.max_new_tokens,
         "temperature": settings.temperature,
-        "top_p": settings.top_p,
+        "top_p": settings.top_p if settings.temperature > 0 else None,
         "top_k": None,
         "min_p": None,
         "seed": None,  # not sent: batches of changing shape do not repeat, and seeded sampling is slower

@@ -62,8 +62,8 @@ class SglangApi:
             info = info or await get_object(client, page)
         if not info or "model_path" not in info:
             raise ServerError(
-                f"{address(client)}: neither {' nor '.join(INFO_PAGES)} describes a SGLang server. Check eval.server.url "
-                "and eval.server.engine."
+                f"{address(client)}: neither {' nor '.join(INFO_PAGES)} describes a SGLang server. Check "
+                "eval.server.url and eval.server.engine."
             )
         served = str(info.get("served_model_name") or info["model_path"])
         if model and model not in (served, info["model_path"]):

@@ -303,6 +303,40 @@ def test_a_key_reaches_the_server_and_no_file(config: RunConfig, monkeypatch: py
         measure_server(config)
 
 
+class TalkativeServer(CountingServer):
+    """A vLLM in development mode, which tells everything about itself."""
+
+    def page(self, path: str) -> tuple[int, bytes]:
+        if not path.startswith("/server_info"):
+            return super().page(path)
+        info = {
+            "vllm_config": {
+                "speculative_config": {"method": "dflash", "model": "ours", "num_speculative_tokens": 3},
+                "parallel_config": {"tensor_parallel_size": 4, "master_ip": "10.1.2.3"},
+                "model_config": {"model": "toy", "hf_token": "s3cret-value"},
+            },
+            "vllm_env": {"VLLM_API_ACCESS": "s3cret-value"},
+            "system_env": {"nvidia_gpu_models": "GPU 0: NVIDIA B300\nGPU 1: NVIDIA B300"},
+        }
+        return 200, json.dumps(info).encode()
+
+
+def test_hardware_and_flags_are_read_from_a_server_that_tells_and_nothing_else_of_it_is_kept(
+    config: RunConfig,
+) -> None:
+    with TalkativeServer() as server:
+        run = measured(config, server, hardware="")
+    assert run.protocol["hardware"] == "2x NVIDIA B300"
+    assert run.protocol["flags"] == {
+        "model_config": {"model": "toy"},
+        "parallel_config": {"tensor_parallel_size": 4},
+        "speculative_config": {"method": "dflash", "model": "ours", "num_speculative_tokens": 3},
+    }
+    text = (run_folder(config) / "report.json").read_text()
+    assert "s3cret-value" not in text and "10.1.2.3" not in text
+    assert run.labels == []
+
+
 def test_finished_measurements_are_kept_while_the_same_server_process_runs(config: RunConfig) -> None:
     with CountingServer() as server:
         first = measured(config, server, concurrency=[1])

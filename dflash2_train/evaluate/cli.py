@@ -206,7 +206,8 @@ def evaluate_server(config: RunConfig) -> int:
     """Measure the configured server, write its run and the report of all labels, and return the exit code."""
     from dflash2_train.evaluate.publish import print_tables, write_runs_report
     from dflash2_train.evaluate.readers import read_run
-    from dflash2_train.evaluate.server.run import REPORT_NAME, measure_server, over_limit, run_folder
+    from dflash2_train.evaluate.server.run import measure_server, over_limit, run_folder
+    from dflash2_train.evaluate.server.store import REPORT_NAME
 
     run = measure_server(config)
     folder = run_folder(config).parent

@@ -8,32 +8,27 @@ and ``cells/`` with finished measurements, which a rerun takes over as long as t
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-from dflash2_train.config import ConfigError, EvalConfig, RunConfig, absolute, to_plain
-from dflash2_train.evaluate.readers import read_run
+from dflash2_train.config import EvalConfig, RunConfig, absolute, to_plain
 from dflash2_train.evaluate.runs import SERVER, Cell, EvalRun
 from dflash2_train.evaluate.server.cell import Session, measure_cell
-from dflash2_train.evaluate.server.connection import ServerError, open_client
-from dflash2_train.evaluate.server.messages import Asking, EngineApi, ServerFacts
+from dflash2_train.evaluate.server.connection import open_client
+from dflash2_train.evaluate.server.messages import Asking, EngineApi
+from dflash2_train.evaluate.server.protocol import check_speculation, describe, run_labels
 from dflash2_train.evaluate.server.sglang_api import SglangApi
+from dflash2_train.evaluate.server.store import REPORT_NAME, Store, check_folder
 from dflash2_train.evaluate.server.vllm_api import VllmApi
-from dflash2_train.evaluate.server.workload import Render, RequestRecord, Workload
+from dflash2_train.evaluate.server.workload import Render, Workload
 from dflash2_train.evaluate.tasks import Task, load_tasks
 from dflash2_train.progress import ProgressReporter
-from dflash2_train.provenance import atomic_write_json, atomic_write_text, run_record, sha256_file, sha256_json
+from dflash2_train.provenance import atomic_write_json, run_record
 
 logger = logging.getLogger(__name__)
 APIS: dict[str, type[EngineApi]] = {"vllm": VllmApi, "sglang": SglangApi}
-REPORT_NAME = "report.json"
-DRAFTER_WEIGHTS = "model.safetensors"
-PASSING_KEYS = ("warm_up", "tries", "timeout_s", "flags")  # of a protocol: they shape no figure, or only in words
 
 
 def measure_server(config: RunConfig) -> EvalRun:
@@ -109,28 +104,9 @@ async def _measure(config: RunConfig, tasks: Sequence[Task], render: Render, fol
         label=server.resolved_label,
         protocol=protocol,
         cells=cells,
-        labels=_run_labels(config, facts),
+        labels=run_labels(config, facts),
         run={"evaluation": run_record(to_plain(config)), "server": asdict(facts)},
     )
-
-
-def check_folder(folder: Path, protocol: dict[str, Any]) -> None:
-    """Refuse to replace a result that was measured under other conditions.
-
-    Raises:
-        ConfigError: the label's folder holds such a one.
-    """
-    path = folder / REPORT_NAME
-    if not path.is_file():
-        return
-    found = read_run(path).protocol
-    changed = [key for key in protocol if key not in PASSING_KEYS and found.get(key) != protocol[key]]
-    if changed:
-        listed = ", ".join(f"{key} {found.get(key)!r} -> {protocol[key]!r}" for key in changed)
-        raise ConfigError(
-            f"eval.server.label={folder.name!r}: {path} holds a result under other conditions ({listed}). Name another "
-            "label or another eval.output_dir, or remove that folder."
-        )
 
 
 async def _measure_all(session: Session, tasks: Sequence[Task], store: Store) -> list[Cell]:
@@ -154,138 +130,6 @@ async def _measure_all(session: Session, tasks: Sequence[Task], store: Store) ->
                 store.save(task, concurrency, cell, records)
             cells.append(cell)
     return cells
-
-
-def check_speculation(config: RunConfig, facts: ServerFacts) -> None:
-    """Hold what the server drafts against what the run is about, before anything is measured.
-
-    Raises:
-        ServerError: speculation where none is expected or the reverse, another K than configured, or a K for which the
-            drafter was not trained.
-    """
-    server, drafted = config.eval.server, facts.num_drafted
-    if server.method == "autoregressive":
-        if drafted is not None:
-            raise ServerError(
-                f"{server.url}: speculates with K={drafted}, though eval.server.method=autoregressive. Start it "
-                "without speculation, or name the method."
-            )
-        return
-    if drafted is None:
-        raise ServerError(
-            f"{server.url}: does not speculate, though eval.server.method={server.method}. Start it with its "
-            "speculative options, or set eval.server.method=autoregressive for a baseline."
-        )
-    trained = config.drafter.num_drafted
-    if server.method == "drafter" and drafted > trained:
-        raise ServerError(
-            f"{server.url}: drafts K={drafted}; the drafter's block_size {config.drafter.block_size} trained {trained} "
-            f"positions. Start the server with {trained} speculative tokens at most."
-        )
-    if config.eval.num_drafted is not None and drafted != config.eval.num_drafted:
-        raise ServerError(
-            f"{server.url}: drafts K={drafted}, eval.num_drafted={config.eval.num_drafted}. Start the server with "
-            f"{config.eval.num_drafted} speculative tokens, or leave eval.num_drafted null."
-        )
-
-
-def describe(config: RunConfig, facts: ServerFacts) -> dict[str, Any]:
-    """All that shapes the figures, as JSON values; likeness of runs is judged by it."""
-    settings, server = config.eval, config.eval.server
-    caching = {True: "on", False: "off", None: "not told"}[facts.prefix_caching]
-    if facts.prefix_caching and server.cold_prefix_cache:
-        caching = "on, kept cold"
-    return {
-        "experiment": config.name,
-        "mode": settings.mode,
-        "engine": f"{facts.engine} {facts.version or '(version not told)'}",
-        "hardware": server.hardware or facts.hardware,
-        "method": server.method,
-        "target": config.target.name,
-        "served_model": facts.model,
-        "drafter_sha256": _declared_drafter(config),
-        "num_drafted": facts.num_drafted,
-        "max_new_tokens": settings.max_new_tokens,
-        "temperature": settings.temperature,
-        "top_p": settings.top_p if settings.temperature > 0 else None,
-        "top_k": None,
-        "min_p": None,
-        "seed": None,  # not sent: batches of changing shape do not repeat, and seeded sampling is slower
-        "ignore_eos": False,
-        "enable_thinking": config.data.enable_thinking,
-        "template": server.template,
-        "prefix_caching": caching,
-        "concurrency": list(server.concurrency),
-        "warm_up": {"requests": server.warm_up or "as many as in flight", "tokens": server.warm_up_tokens},
-        "tries": server.tries,
-        "timeout_s": server.timeout_s,
-        "flags": server.flags or facts.flags,
-    }
-
-
-def _declared_drafter(config: RunConfig) -> str | None:
-    """Hash of the weights that the experiment exported; servers do not tell what they loaded."""
-    if config.eval.server.method != "drafter":
-        return None
-    folder = absolute(config.eval.drafter or config.export.output_dir)
-    weights = folder / DRAFTER_WEIGHTS
-    return sha256_file(weights) if weights.is_file() else None
-
-
-def _run_labels(config: RunConfig, facts: ServerFacts) -> list[str]:
-    labels = []
-    if not (config.eval.server.hardware or facts.hardware):
-        labels.append("hardware not recorded: set eval.server.hardware")
-    if config.eval.server.method == "drafter" and config.eval.num_drafted is None:
-        trained = config.drafter.num_drafted
-        if facts.num_drafted is not None and facts.num_drafted < trained:
-            labels.append(f"K={facts.num_drafted}; the drafter was trained for {trained}")
-    return labels
-
-
-class Store:
-    """Finished measurements on disk, valid for one server process and one protocol.
-
-    A server cannot be asked which drafter it loaded, so another process is another server. Where the start time is not
-    told, nothing is taken over.
-    """
-
-    def __init__(self, folder: Path, protocol: dict[str, Any], started: float | None) -> None:
-        self._folder, self._started = folder, started
-        self._covered = {"protocol": protocol, "started": started}
-
-    def load(self, task: Task, concurrency: int) -> Cell | None:
-        """The measurement, if it was finished under the same conditions."""
-        path = self._path(task, concurrency)
-        if self._started is None or not path.is_file():
-            return None
-        value = json.loads(path.read_text(encoding="utf-8"))
-        return Cell.from_json(value["cell"]) if value["fingerprint"] == self._fingerprint(task, concurrency) else None
-
-    def save(self, task: Task, concurrency: int, cell: Cell, records: Sequence[RequestRecord]) -> None:
-        """Write the raw records, then the cell, each whole or not at all."""
-        lines = "".join(json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records)
-        raw = self._folder / f"requests-{_file_name(task, concurrency)}.jsonl"
-        atomic_write_text(raw, lines)
-        value = {
-            "fingerprint": self._fingerprint(task, concurrency),
-            "requests_file": raw.name,
-            "requests_sha256": sha256_file(raw),
-            "cell": asdict(cell),
-        }
-        atomic_write_json(self._path(task, concurrency), value)
-
-    def _path(self, task: Task, concurrency: int) -> Path:
-        return self._folder / "cells" / f"{_file_name(task, concurrency)}.json"
-
-    def _fingerprint(self, task: Task, concurrency: int) -> str:
-        return sha256_json({**self._covered, "task": task.name, "category": task.category,
-                            "concurrency": concurrency, "prompts": task.prompts_sha256})
-
-
-def _file_name(task: Task, concurrency: int) -> str:
-    parts = [part for part in (task.name, task.category) if part]
-    return f"{re.sub(r'[^A-Za-z0-9.-]+', '_', '-'.join(parts))}-c{concurrency}"
 
 
 def over_limit(run: EvalRun, config: EvalConfig) -> list[str]:

@@ -88,9 +88,8 @@ async def warm_up(session: Session, conversations: Sequence[Conversation], concu
 async def settled(session: Session, *, may_be_stale: bool = False) -> Counters | None:
     """A reading of an idle server: servers count a step after they have sent its answer.
 
-    Args:
-        may_be_stale: a request was given up, and vLLM takes one that was aborted off its gauge only with its next step.
-            Counters that stand still for all readings then count as idle; a request at work would move them.
+    ``may_be_stale`` says that a request was given up: vLLM takes one that was aborted off its gauge only with its next
+    step. Counters that stand still for all readings then count as idle; a request at work would move them.
 
     Raises:
         ServerError: it does not become idle.

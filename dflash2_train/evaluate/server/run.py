@@ -98,7 +98,7 @@ async def _measure(config: RunConfig, tasks: Sequence[Task], render: Render, fol
         )
         session = Session(config=config.eval, client=client, api=api, facts=facts, workload=workload)
         started = None if counters is None else counters.started
-        cells = await _measure_all(session, tasks, Store(folder, protocol, started))
+        cells = await _measure_all(session, tasks, Store(folder, protocol, server.url, started))
     return EvalRun(
         kind=SERVER,
         label=server.resolved_label,

@@ -46,9 +46,9 @@ class Store:
     told, nothing is taken over.
     """
 
-    def __init__(self, folder: Path, protocol: dict[str, Any], started: float | None) -> None:
+    def __init__(self, folder: Path, protocol: dict[str, Any], url: str, started: float | None) -> None:
         self._folder, self._started = folder, started
-        self._covered = {"protocol": protocol, "started": started}
+        self._covered = {"protocol": protocol, "url": url, "started": started}
 
     def load(self, task: Task, concurrency: int) -> Cell | None:
         """The measurement, if it was finished under the same conditions."""

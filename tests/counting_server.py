@@ -126,7 +126,7 @@ class CountingServer:
             "# HELP vllm:generation_tokens_total Number of generation tokens processed.",
             "# TYPE vllm:generation_tokens_total counter",
             f"vllm:generation_tokens_total{{{label}}} {float(self.output_tokens)}",
-            f'vllm:generation_tokens_total{{engine="0",model_name="another"}} 77.0',
+            'vllm:generation_tokens_total{engine="0",model_name="another"} 77.0',
             f'vllm:request_success_total{{{label},finished_reason="stop"}} {float(self.finished)}',
             f"vllm:num_requests_running{{{label}}} {float(self.running)}",
             f"vllm:num_requests_waiting{{{label}}} 0.0",
@@ -186,9 +186,7 @@ class CountingServer:
         self.rounds += len(rounds)
         self.proposed += len(rounds) * (self.num_drafted or 0)
         self.accepted += sum(rounds)
-        self.positions = [
-            count + sum(one > place for one in rounds) for place, count in enumerate(self.positions)
-        ]
+        self.positions = [count + sum(one > place for one in rounds) for place, count in enumerate(self.positions)]
         self.output_tokens += tokens
         self.finished += 1
         self.prefix_queries += len(prompt)

@@ -1,8 +1,8 @@
 """Sub-commands of ``dflash2-eval`` that read finished results: compare, report, gate. No experiment is needed.
 
-    dflash2-eval compare A.json B.json …      every further run against the first, with the noise
-    dflash2-eval report A.json B.json …       the tables and plots of all of them, side by side
-    dflash2-eval gate RUN.json --baseline B.json   exit code 1 if acceptance dropped by more than the noise
+- ``dflash2-eval compare A.json B.json …``: every further run against the first, with the noise
+- ``dflash2-eval report A.json B.json …``: the tables and plots of all of them, side by side
+- ``dflash2-eval gate RUN.json --baseline B.json``: exit code 1 if acceptance dropped by more than the noise
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ def _gate(parsed: argparse.Namespace) -> int:
     from dflash2_train.evaluate.gate import EXIT_DROPPED, judge
     from dflash2_train.evaluate.readers import read_run
 
-    settings = GateConfig(
-        tolerance=parsed.tolerance, confidence=parsed.confidence, allow_unlike=parsed.allow_unlike
-    )
+    settings = GateConfig(tolerance=parsed.tolerance, confidence=parsed.confidence, allow_unlike=parsed.allow_unlike)
     settings.check()
     verdict = judge(read_run(parsed.run), read_run(parsed.baseline), settings)
     console = open_console()

@@ -146,9 +146,7 @@ def differences(base: EvalRun, other: EvalRun, pairs: Sequence[tuple[Cell, Cell]
             if vars(one)[key] != vars(two)[key]
         ]
         if one.prompts_sha256 is None and two.prompts_sha256 is None and one.requests.asked != two.requests.asked:
-            found.append(
-                Difference(where=one.task, key="requests", base=one.requests.asked, other=two.requests.asked)
-            )
+            found.append(Difference(where=one.task, key="requests", base=one.requests.asked, other=two.requests.asked))
     return found
 
 

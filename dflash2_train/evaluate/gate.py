@@ -56,9 +56,7 @@ def judge(run: EvalRun, baseline: EvalRun, settings: GateConfig) -> GateVerdict:
     Raises:
         UnlikeRunsError: they do not compare and ``settings.allow_unlike`` is off.
     """
-    comparison = compare(
-        baseline, run, allow_unlike=settings.allow_unlike, confidence=settings.confidence
-    )
+    comparison = compare(baseline, run, allow_unlike=settings.allow_unlike, confidence=settings.confidence)
     verdicts = [_judge_task(task, settings) for task in comparison.tasks]
     verdicts += [
         TaskVerdict(task=name, passed=False, reason="the run did not measure it") for name in comparison.only_in_base

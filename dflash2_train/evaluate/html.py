@@ -15,7 +15,7 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid #dfe3e8; text-align: left; vertical-align: top; }
-th { border-bottom: 2px solid #8a96a3; } td.figure { text-align: right; white-space: nowrap; }
+th { border-bottom: 2px solid #8a96a3; } .figure { text-align: right; white-space: nowrap; }
 ul { color: #4a5560; font-size: .9rem; } img { max-width: 100%; }
 """
 _FIGURE = re.compile(r"[-+–]?[\d.,]*(%|x)?( [\[(].*[\])])?")
@@ -39,15 +39,18 @@ def to_html(title: str, tables: Sequence[Table], images: Sequence[tuple[str, byt
 
 
 def _table(table: Table) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in table.header)
-    body = "".join(f"<tr>{''.join(_cell(text) for text in row)}</tr>" for row in table.rows)
+    figures = [all(bool(_FIGURE.fullmatch(row[place])) for row in table.rows) for place in range(len(table.header))]
+    head = _row("th", table.header, figures)
+    body = "".join(_row("td", row, figures) for row in table.rows)
     notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
     return (
-        f'<h2>{escape(table.title)}</h2><div class="wide"><table><thead><tr>{head}</tr></thead>'
+        f'<h2>{escape(table.title)}</h2><div class="wide"><table><thead>{head}</thead>'
         f"<tbody>{body}</tbody></table></div>" + (f"<ul>{notes}</ul>" if notes else "")
     )
 
 
-def _cell(text: str) -> str:
-    figure = ' class="figure"' if _FIGURE.fullmatch(text) else ""
-    return f"<td{figure}>{escape(text)}</td>"
+def _row(tag: str, texts: Sequence[str], figures: Sequence[bool]) -> str:
+    """One row; columns of figures stand to the right, their names too."""
+    opened = {True: f'<{tag} class="figure">', False: f"<{tag}>"}
+    cells = [f"{opened[figure]}{escape(text)}</{tag}>" for text, figure in zip(texts, figures, strict=True)]
+    return f"<tr>{''.join(cells)}</tr>"

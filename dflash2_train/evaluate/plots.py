@@ -104,7 +104,7 @@ def draw_runs(runs: Sequence[EvalRun]) -> bytes | None:
     figure = Figure(figsize=(PANEL_WIDTH * columns, PANEL_HEIGHT * rows), dpi=150, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False).flat
-    for axes in list(grid)[len(panels):]:
+    for axes in list(grid)[len(panels) :]:
         axes.set_axis_off()
     for axes, draw in zip(figure.axes, panels, strict=False):
         draw(axes)
@@ -175,12 +175,24 @@ def _tasks_panel(series: Sequence[Series]) -> Panel | None:
             )
             if len(spots) * len(speculating) <= 16:
                 axes.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=LABEL_SIZE, padding=1)
-        axes.set_xticks(range(len(spots)), names, fontsize=LABEL_SIZE, rotation=0 if len(spots) <= 4 else 30)
+        _name_ticks(axes, names)
         axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
         axes.set_ylabel("acceptance length (pooled)")
         axes.set_title("Acceptance length by task, with 95% intervals", fontsize=10)
 
     return draw
+
+
+def _name_ticks(axes: Axes, names: Sequence[str]) -> None:
+    """Names along the x axis, slanted where they would meet."""
+    slanted = len(names) > 4
+    axes.set_xticks(
+        range(len(names)),
+        names,
+        fontsize=LABEL_SIZE,
+        rotation=35 if slanted else 0,
+        ha="right" if slanted else "center",
+    )
 
 
 def _with_length(series: Series, spot: Spot) -> Cell | None:
@@ -221,8 +233,8 @@ def _lengths_panel(series: Sequence[Series]) -> Panel | None:
         for one, lengths in lines:
             places = [place for place, tokens in enumerate(buckets) if tokens in lengths]
             axes.plot(places, [lengths[buckets[place]] for place in places], **_line(one, series))
-        axes.set_xticks(range(len(buckets)), buckets, fontsize=LABEL_SIZE, rotation=0 if len(buckets) <= 4 else 30)
-        axes.set_ylim(bottom=0)
+        _name_ticks(axes, buckets)
+        axes.set_ylim(0, 1.2 * max(length for _, lengths in lines for length in lengths.values()))
         axes.set_xlabel("prompt tokens")
         axes.set_ylabel("acceptance length (pooled)")
         axes.set_title("Acceptance length by prompt length", fontsize=10)

@@ -24,9 +24,9 @@ FORMULAS = {
     "emitted_length_pooled": "emitted / rounds (emitted: committed tokens left after stop and length cut the output)",
     "accepted_per_round": "accepted / rounds",
     "acceptance_rate": "accepted / proposed",
-    "plain_rates[k]": "accepted_per_position[k] / proposed_per_position[k]",
+    "plain_rates[k]": "accepted_per_position[k] / proposed_per_position[k] (servers: / rounds)",
     "conditional_rates[k]": "accepted_per_position[k] / reached_per_position[k] (reached: all earlier drafts accepted)",
-    "tokens_per_second": "output tokens / (prefill + decode seconds)",
+    "tokens_per_second": "output tokens / (prefill + decode seconds) (servers: / wall seconds of the measurement)",
     "decode_tokens_per_second": "(output tokens - prompts) / decode seconds; the drafter's prompt pass is decode",
 }
 

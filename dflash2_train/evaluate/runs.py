@@ -38,7 +38,7 @@ class Acceptance:
 
     @property
     def rate(self) -> float | None:
-        """accepted / proposed; None if nothing was proposed."""
+        """Accepted by proposed; None if nothing was proposed."""
         return self.accepted / self.proposed if self.proposed else None
 
     @property

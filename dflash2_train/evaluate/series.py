@@ -63,9 +63,7 @@ def series_of(runs: Sequence[EvalRun]) -> list[Series]:
             name = run.label if len(methods) == 1 else f"{run.label}, {method}"
             taken = sum(one.name == name or one.name.startswith(f"{name} #") for one in found)
             cells = [cell for cell in run.cells if cell.method == method]
-            found.append(
-                Series(name=f"{name} #{taken + 1}" if taken else name, method=method, run=run, cells=cells)
-            )
+            found.append(Series(name=f"{name} #{taken + 1}" if taken else name, method=method, run=run, cells=cells))
     return found
 
 
@@ -73,7 +71,8 @@ def _joined(runs: Sequence[EvalRun]) -> list[EvalRun]:
     joined: list[EvalRun] = []
     for run in runs:
         same = [
-            place for place, one in enumerate(joined)
+            place
+            for place, one in enumerate(joined)
             if (one.kind, one.label, _conditions(one)) == (run.kind, run.label, _conditions(run))
             and not {_place(cell) for cell in one.cells} & {_place(cell) for cell in run.cells}
         ]

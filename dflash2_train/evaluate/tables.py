@@ -31,7 +31,7 @@ class Table:
 
     title: str
     header: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
     notes: list[str] = field(default_factory=list)
 
 
@@ -74,12 +74,17 @@ def acceptance_table(series: Sequence[Series], spots: Sequence[Spot]) -> Table:
         cells = [one.at(spot) for one in speculating]
         if any(cell is not None and cell.acceptance is not None for cell in cells):
             rows.append((name, *(_length(cell) for cell in cells)))
-            notes += [f"{name}, {one.name}: {label}" for one, cell in zip(speculating, cells, strict=True) if cell
-                      for label in cell.labels]
+            notes += [
+                f"{name}, {one.name}: {label}"
+                for one, cell in zip(speculating, cells, strict=True)
+                if cell
+                for label in cell.labels
+            ]
     if len(rows) > 1:
         rows.append(("mean over the rows", *(_mean_length(one, spots) for one in speculating)))
-    bases = sorted({interval.basis for one in speculating for cell in one.cells
-                    if (interval := length_interval(cell)) is not None})
+    bases = sorted(
+        {interval.basis for one in speculating for cell in one.cells if (interval := length_interval(cell)) is not None}
+    )
     if bases:
         notes.append(f"in brackets: 95% interval, drawn over {' or '.join(bases)}")
     return Table(
@@ -133,8 +138,14 @@ def positions_table(series: Series) -> Table:
 def lengths_table(series: Series) -> Table:
     """Pooled acceptance length by prompt length, where requests told their counts."""
     rows = [
-        (cell.task if cell.category is None else f"{cell.task} / {cell.category}", str(cell.concurrency), tokens,
-         str(requests), str(counts.rounds), _number(counts.length))
+        (
+            cell.task if cell.category is None else f"{cell.task} / {cell.category}",
+            str(cell.concurrency),
+            tokens,
+            str(requests),
+            str(counts.rounds),
+            _number(counts.length),
+        )
         for cell in series.cells
         for tokens, requests, counts in by_prompt_length(cell)
     ]
@@ -155,13 +166,33 @@ def requests_table(series: Sequence[Series]) -> Table:
             hits = NONE if cell.prefix_hit_rate is None else f"{100 * cell.prefix_hit_rate:.1f}%"
             name = cell.task if cell.category is None else f"{cell.task} / {cell.category}"
             rows.append(
-                (one.name, name, str(cell.concurrency), f"{counts.answered} of {counts.asked}", causes,
-                 str(counts.retried), str(counts.too_long), str(cell.output_tokens), f"{cell.seconds:.1f}", hits)
+                (
+                    one.name,
+                    name,
+                    str(cell.concurrency),
+                    f"{counts.answered} of {counts.asked}",
+                    causes,
+                    str(counts.retried),
+                    str(counts.too_long),
+                    str(cell.output_tokens),
+                    f"{cell.seconds:.1f}",
+                    hits,
+                )
             )
     return Table(
         title="Requests",
-        header=("run", "task", "concurrency", "answered", "failed", "tried again", "too long to send",
-                "output tokens", "seconds", "prefix cache hits"),
+        header=(
+            "run",
+            "task",
+            "concurrency",
+            "answered",
+            "failed",
+            "tried again",
+            "too long to send",
+            "output tokens",
+            "seconds",
+            "prefix cache hits",
+        ),
         rows=rows,
     )
 

@@ -137,9 +137,7 @@ def test_published_results_of_both_kinds_are_read(tmp_path: Path) -> None:
         ("{", "not JSON"),
     ],
 )
-def test_results_that_contradict_themselves_or_are_none_are_refused(
-    tmp_path: Path, content: Any, words: str
-) -> None:
+def test_results_that_contradict_themselves_or_are_none_are_refused(tmp_path: Path, content: Any, words: str) -> None:
     with pytest.raises(UnreadableRunError, match=words):
         read_run(written(tmp_path, content))
     with pytest.raises(UnreadableRunError, match="no such file"):

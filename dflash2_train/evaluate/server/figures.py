@@ -110,9 +110,7 @@ def _foreign_requests(records: Sequence[RequestRecord], window: Counters | None)
     return max(0, window.requests - sum(record.tries for record in records))
 
 
-def _acceptance(
-    config: EvalConfig, window: Counters | None, own: Acceptance | None, foreign: int
-) -> Acceptance | None:
+def _acceptance(config: EvalConfig, window: Counters | None, own: Acceptance | None, foreign: int) -> Acceptance | None:
     """The counters' difference where the server has such counters and nobody else used it, else the answers' counts."""
     url, method = config.server.url, config.server.method
     counted = window.acceptance if window is not None else None
@@ -159,9 +157,15 @@ def _labels(
         labels.append(f"the server's counters include {lost} tries that failed")
     if foreign:
         labels.append(f"{foreign} requests of others ran at the same time: throughput is not the server's own")
-    elif not lost and counted is not None and own is not None and (counted.rounds, counted.accepted) != (
-        own.rounds,
-        own.accepted,
+    elif (
+        not lost
+        and counted is not None
+        and own is not None
+        and (counted.rounds, counted.accepted)
+        != (
+            own.rounds,
+            own.accepted,
+        )
     ):
         labels.append(
             f"counters and answers disagree: {counted.rounds} and {own.rounds} rounds, {counted.accepted} and "

@@ -110,6 +110,4 @@ def checked_acceptance(*, rounds: int, proposed: int, accepted: int, histogram: 
             "speculation counts that contradict each other",
             f"{rounds} rounds, {accepted} of {proposed} accepted, histogram {histogram}",
         )
-    return RequestAcceptance(
-        rounds=rounds, proposed=proposed, accepted=accepted, accepted_per_position=positions
-    )
+    return RequestAcceptance(rounds=rounds, proposed=proposed, accepted=accepted, accepted_per_position=positions)

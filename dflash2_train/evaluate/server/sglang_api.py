@@ -141,7 +141,7 @@ def _acceptance(meta: dict[str, Any]) -> RequestAcceptance | None:
     accepted, proposed = (_first(meta, names) for names in (ACCEPTED_NAMES, PROPOSED_NAMES))
     if rounds is None or accepted is None or proposed is None:
         return None
-    histogram = next((meta[name] for name in HISTOGRAM_NAMES if isinstance(meta.get(name), list)), [])
+    histogram: list[int] = next((meta[name] for name in HISTOGRAM_NAMES if isinstance(meta.get(name), list)), [])
     return checked_acceptance(
         rounds=rounds, proposed=proposed, accepted=accepted, histogram=[int(count) for count in histogram]
     )

@@ -1,4 +1,4 @@
-"""A run's folder: finished measurements that a rerun takes over, raw records, and results that are never overwritten."""
+"""A run's folder: finished measurements that a rerun takes over, raw records, results that are never overwritten."""
 
 from __future__ import annotations
 
@@ -75,8 +75,15 @@ class Store:
         return self._folder / "cells" / f"{_file_name(task, concurrency)}.json"
 
     def _fingerprint(self, task: Task, concurrency: int) -> str:
-        return sha256_json({**self._covered, "task": task.name, "category": task.category,
-                            "concurrency": concurrency, "prompts": task.prompts_sha256})
+        return sha256_json(
+            {
+                **self._covered,
+                "task": task.name,
+                "category": task.category,
+                "concurrency": concurrency,
+                "prompts": task.prompts_sha256,
+            }
+        )
 
 
 def _file_name(task: Task, concurrency: int) -> str:

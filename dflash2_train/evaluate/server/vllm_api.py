@@ -26,8 +26,12 @@ from dflash2_train.evaluate.server.messages import (
 # Of the server's own configuration: what shapes speed or output. Nothing else is kept, keys least of all.
 FLAGS = {
     "model_config": ("model", "revision", "dtype", "quantization", "max_model_len", "enforce_eager"),
-    "parallel_config": ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
-                        "enable_expert_parallel"),
+    "parallel_config": (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "enable_expert_parallel",
+    ),
     "speculative_config": ("method", "model", "num_speculative_tokens", "draft_sample_method"),
     "cache_config": ("cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "block_size"),
     "scheduler_config": ("max_num_seqs", "max_num_batched_tokens", "async_scheduling"),

@@ -198,8 +198,7 @@ class Workload:
         text = f"HTTP {status} ({said(response)})"
         if status in DENIED or status == 404:
             raise ServerError(
-                f"{address(self._client, path)}: {text}. Check eval.server.model, engine and "
-                "api_key_env."
+                f"{address(self._client, path)}: {text}. Check eval.server.model, engine and api_key_env."
             )
         raise _TryFailedError(f"HTTP {status}", text, final=status < 500 and status not in PASSING)
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from dflash2_train import provenance
 from dflash2_train.config import ConfigError, EvalTaskConfig, RunConfig
 from dflash2_train.evaluate import cli
 from dflash2_train.evaluate.holdout import load_holdout, prompts_hash
 from dflash2_train.evaluate.readers import read_run
 from dflash2_train.evaluate.runs import Acceptance, Cell, EvalRun
+from dflash2_train.evaluate.server import cell as cell_module
 from dflash2_train.evaluate.server.chat_ids import open_renderer
 from dflash2_train.evaluate.server.connection import ServerError
 from dflash2_train.evaluate.server.counters import CounterError, read_vllm
@@ -29,8 +31,10 @@ K = 3
 
 
 @pytest.fixture
-def config(tiny_config: RunConfig) -> RunConfig:
+def config(tiny_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """The tiny experiment with nine hold-out prompts, in server mode; the address is set by the test."""
+    monkeypatch.setattr(cell_module, "MAX_READINGS", 8)
+    monkeypatch.setattr(provenance, "git_state", lambda: {"commit": None, "uncommitted_sha256": None})
     root = Path(tiny_config.data.root)
     root.mkdir(parents=True)
     rows = [{"prompt_id": f"p{number}", "prompt_ids": ids} for number, ids in enumerate(PROMPTS)]

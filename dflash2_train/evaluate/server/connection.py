@@ -40,6 +40,7 @@ def open_client(config: EvalServerConfig) -> httpx.AsyncClient:
         timeout=httpx.Timeout(config.timeout_s, connect=config.connect_timeout_s),
         # Idle connections are let go before a server's own limit (5 s in vLLM) closes them under a request.
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
+        verify=config.url.startswith("https"),  # plain http needs no certificates, and loading them takes a while
         trust_env=False,  # the server is named in the configuration; a proxy from the environment is not
     )
 

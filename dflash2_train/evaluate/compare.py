@@ -14,7 +14,17 @@ from dflash2_train.config import UserError
 from dflash2_train.evaluate.intervals import Interval, difference_interval
 from dflash2_train.evaluate.runs import AUTOREGRESSIVE, Cell, EvalRun, pool
 
-PROTOCOL_KEYS = ("hardware", "target", "max_new_tokens", "top_p", "enable_thinking", "ignore_eos", "num_drafted")
+PROTOCOL_KEYS = (
+    "hardware",
+    "target",
+    "max_new_tokens",
+    "top_p",
+    "top_k",
+    "min_p",
+    "enable_thinking",
+    "ignore_eos",
+    "num_drafted",
+)
 CELL_KEYS = ("concurrency", "temperature", "prompts_sha256")
 
 

@@ -129,7 +129,7 @@ def test_a_plain_server_is_the_baseline_with_the_same_prompts_and_limits(config:
 
 
 def test_every_sampling_field_is_sent_so_that_no_server_default_decides(config: RunConfig) -> None:
-    config.eval.temperature, config.eval.top_p = 1.0, 0.95
+    config.eval.temperature, config.eval.top_p, config.eval.min_p = 1.0, 0.95, 0.02
     with CountingServer() as server:
         measured(config, server)
         body = server.bodies[-1]
@@ -138,7 +138,7 @@ def test_every_sampling_field_is_sent_so_that_no_server_default_decides(config: 
         "temperature": 1.0,
         "top_p": 0.95,
         "top_k": -1,
-        "min_p": 0.0,
+        "min_p": 0.02,
         "repetition_penalty": 1.0,
     }
     assert (body["max_tokens"], body["ignore_eos"], body["stream"]) == (40, False, False)

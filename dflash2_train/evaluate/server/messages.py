@@ -27,6 +27,8 @@ class Asking:
     model: str
     temperature: float
     top_p: float
+    top_k: int  # 0 = off
+    min_p: float
     enable_thinking: bool | None
 
 

@@ -48,6 +48,7 @@ def check_speculation(config: RunConfig, facts: ServerFacts) -> None:
 def describe(config: RunConfig, facts: ServerFacts) -> dict[str, Any]:
     """All that shapes the figures, as JSON values; likeness of runs is judged by it."""
     settings, server = config.eval, config.eval.server
+    sampled = settings.temperature > 0
     caching = {True: "on", False: "off", None: "not told"}[facts.prefix_caching]
     if facts.prefix_caching and server.cold_prefix_cache:
         caching = "on, kept cold"
@@ -63,9 +64,9 @@ def describe(config: RunConfig, facts: ServerFacts) -> dict[str, Any]:
         "num_drafted": facts.num_drafted,
         "max_new_tokens": settings.max_new_tokens,
         "temperature": settings.temperature,
-        "top_p": settings.top_p if settings.temperature > 0 else None,
-        "top_k": None,
-        "min_p": None,
+        "top_p": settings.top_p if sampled else None,
+        "top_k": settings.top_k if sampled else None,
+        "min_p": settings.min_p if sampled else None,
         "seed": None,  # not sent: batches of changing shape do not repeat, and seeded sampling is slower
         "ignore_eos": False,
         "enable_thinking": config.data.enable_thinking,

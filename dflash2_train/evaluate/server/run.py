@@ -90,6 +90,8 @@ async def _measure(config: RunConfig, tasks: Sequence[Task], render: Render, fol
                 model=facts.model,
                 temperature=config.eval.temperature,
                 top_p=config.eval.top_p,
+                top_k=config.eval.top_k,
+                min_p=config.eval.min_p,
                 enable_thinking=config.data.enable_thinking,
             ),
             config=server,

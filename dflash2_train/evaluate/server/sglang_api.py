@@ -102,8 +102,8 @@ class SglangApi:
         sampling = {
             "temperature": asking.temperature,
             "top_p": asking.top_p,
-            "top_k": -1,
-            "min_p": 0.0,
+            "top_k": asking.top_k or -1,
+            "min_p": asking.min_p,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,

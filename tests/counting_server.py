@@ -39,6 +39,7 @@ class CountingServer:
     prefix_caching: bool = False
     fault: Fault = no_fault
     delay_s: float = 0.0
+    lag_s: float = 0.0  # from an answer to its counting
     running: int = 0  # requests of others, as /metrics shows them
     histogram: Callable[[list[int]], list[int]] = list  # spoils SGLang's histograms
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -170,7 +171,9 @@ class CountingServer:
         prompt = body["prompt"] if "prompt" in body else [len(turn["content"]) for turn in body["messages"]]
         rounds = [] if self.num_drafted is None else accepted_of(prompt, self.num_drafted)
         tokens = 1 + (4 if self.num_drafted is None else sum(rounds) + len(rounds))
-        with self._lock:
+        if self.lag_s:
+            threading.Timer(self.lag_s, self._count, (prompt, rounds, tokens)).start()
+        else:
             self._count(prompt, rounds, tokens)
         text = f"answer to {sum(prompt)}"
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
@@ -184,6 +187,10 @@ class CountingServer:
         return 200, json.dumps(reply).encode()
 
     def _count(self, prompt: list[int], rounds: list[int], tokens: int) -> None:
+        with self._lock:
+            self._add(prompt, rounds, tokens)
+
+    def _add(self, prompt: list[int], rounds: list[int], tokens: int) -> None:
         self.rounds += len(rounds)
         self.proposed += len(rounds) * (self.num_drafted or 0)
         self.accepted += sum(rounds)
@@ -238,8 +245,7 @@ class CountingSglang(CountingServer):
         prompt = body["input_ids"]
         rounds = [] if self.num_drafted is None else accepted_of(prompt, self.num_drafted)
         tokens = 1 + sum(rounds) + len(rounds)
-        with self._lock:
-            self._count(prompt, rounds, tokens)
+        self._count(prompt, rounds, tokens)
         meta: dict[str, Any] = {
             "prompt_tokens": len(prompt),
             "completion_tokens": tokens,

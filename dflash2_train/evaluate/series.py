@@ -19,6 +19,9 @@ from dflash2_train.evaluate.runs import (
     pool,
 )
 
+# What a speed-up needs alike, beside prompts, concurrency and temperature.
+BASELINE_KEYS = ("hardware", "target", "max_new_tokens", "top_p", "enable_thinking")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Spot:
@@ -118,13 +121,15 @@ def spot_names(spots: Sequence[Spot]) -> list[str]:
 
 
 def baseline_of(series: Sequence[Series], one: Series, spot: Spot) -> Cell | None:
-    """Plain decoding at ``spot``, on the same hardware as ``one``; None if no run has it."""
+    """Plain decoding of what ``one`` answered at ``spot``: same prompts, limits and hardware; None if no run has it."""
+    cell = one.at(spot)
     for other in series:
-        if other.method != AUTOREGRESSIVE or other.run.protocol.get("hardware") != one.run.protocol.get("hardware"):
+        plain = other.at(spot) if other.method == AUTOREGRESSIVE else None
+        if cell is None or plain is None:
             continue
-        cell = other.at(spot)
-        if cell is not None:
-            return cell
+        same_work = (plain.prompts_sha256, plain.requests.asked) == (cell.prompts_sha256, cell.requests.asked)
+        if same_work and all(other.run.protocol.get(key) == one.run.protocol.get(key) for key in BASELINE_KEYS):
+            return plain
     return None
 
 

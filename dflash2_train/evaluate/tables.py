@@ -108,7 +108,10 @@ def throughput_table(series: Sequence[Series], spots: Sequence[Spot]) -> Table:
         title="Throughput, output tokens/s",
         header=("task", "concurrency", "temperature", *(one.name for one in series)),
         rows=rows,
-        notes=["in brackets: speed-up against autoregressive decoding, same task, concurrency and hardware"],
+        notes=[
+            "in brackets: speed-up against autoregressive decoding of the same prompts at the same concurrency, with "
+            "the same limits, on the same hardware"
+        ],
     )
 
 

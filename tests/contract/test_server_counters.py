@@ -46,9 +46,7 @@ def test_every_kept_flag_is_a_field_of_vllms_configuration() -> None:
 def test_a_page_of_the_prometheus_client_is_read_and_differenced() -> None:
     registry = prometheus_client.CollectorRegistry()
     counters = {
-        key: prometheus_client.Counter(
-            name.removesuffix("_total"), "text", ["model_name", "engine"], registry=registry
-        )
+        key: prometheus_client.Counter(name.removesuffix("_total"), "text", ["model_name", "engine"], registry=registry)
         for key, name in VLLM_NAMES.items()
     }
     positions = prometheus_client.Counter(

@@ -63,7 +63,9 @@ def cell(
 
 
 def plain_cell(**changes: Any) -> Cell:
-    return cell([(1, 0)] * 4, method="autoregressive", acceptance=None, per_request=None, output_tokens=500, **changes)
+    asked = RequestCounts(asked=40, answered=40)
+    plain = {"acceptance": None, "per_request": None, "output_tokens": 500, "requests": asked}
+    return cell([(1, 0)] * 40, method="autoregressive", **{**plain, **changes})
 
 
 def run(*cells: Cell, label: str = "ours", **protocol: Any) -> EvalRun:
@@ -285,8 +287,14 @@ def test_tables_hold_the_figures_of_the_cards() -> None:
     assert sum(int(row[4]) for row in lengths.rows) == 8000, "buckets add up to the whole"
 
 
-def test_a_speed_up_is_never_taken_from_other_hardware_or_another_concurrency() -> None:
-    for plain in (run(plain_cell(), hardware="other"), run(plain_cell(concurrency=1))):
+def test_a_speed_up_is_never_taken_from_other_hardware_prompts_limits_or_concurrency() -> None:
+    others = (
+        run(plain_cell(), hardware="other"),
+        run(plain_cell(concurrency=1)),
+        run(plain_cell(prompts_sha256="bb")),
+        run(plain_cell(), max_new_tokens=9),
+    )
+    for plain in others:
         text = runs_markdown("x", tables_of([plain, run(cell(STEADY))]), plot_name=None)
         assert "x)" not in text.split("## Throughput")[1].split("##")[0]
 

@@ -88,6 +88,13 @@ def test_figures_are_differences_of_counters_and_hold_nothing_of_earlier_or_of_t
     assert cell.tokens_per_second == pytest.approx(cell.output_tokens / cell.seconds)
 
 
+def test_counts_that_come_after_the_answer_are_waited_for(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cell_module, "MAX_READINGS", 60)
+    with CountingServer(lag_s=0.1) as server:
+        cell = only(measured(config, server))
+    assert cell.acceptance == expected(PROMPTS)
+
+
 def test_every_concurrency_is_kept_and_measured_on_its_own(config: RunConfig) -> None:
     with CountingServer(delay_s=0.05) as server:
         run = measured(config, server, concurrency=[1, 4])

@@ -50,11 +50,11 @@ async def measure_cell(
         CounterError: it was restarted.
     """
     server = session.config.server
-    await warm_up(session, task.conversations, concurrency)
-    await settled(session)
+    idle = await settled(session, may_be_stale=True)  # of the measurement before; the warm-up sets the gauge right
+    warmed = _counted(idle, await warm_up(session, task.conversations, concurrency))
+    before = await settled(session, finished=warmed)
     if server.cold_prefix_cache:
         await session.api.make_cold(session.client)
-    before = await settled(session)
     started = time.perf_counter()
     records = await session.workload.run(
         task.conversations,
@@ -63,13 +63,24 @@ async def measure_cell(
         finished=finished,
     )
     seconds = time.perf_counter() - started
-    lost = any(record.causes for record in records)
-    after = await settled(session, may_be_stale=lost)
+    after = await settled(
+        session,
+        finished=_counted(before, records),
+        may_be_stale=any(record.causes for record in records),
+    )
     window = None if before is None or after is None else difference(before, after, session.url)
     return build_cell(session.config, session.facts, task, concurrency, records, window, seconds), records
 
 
-async def warm_up(session: Session, conversations: Sequence[Conversation], concurrency: int) -> None:
+def _counted(before: Counters | None, records: Sequence[RequestRecord]) -> int:
+    """Requests that the server must have counted as finished once it has counted ``records``."""
+    earlier = 0 if before is None or before.requests is None else before.requests
+    return earlier + sum(record.status == ANSWERED for record in records)
+
+
+async def warm_up(
+    session: Session, conversations: Sequence[Conversation], concurrency: int
+) -> Sequence[RequestRecord]:
     """First turns at the measured concurrency, so that compilation and first-use costs fall outside."""
     wanted = session.config.server.warm_up or concurrency
     first = [
@@ -83,10 +94,11 @@ async def warm_up(session: Session, conversations: Sequence[Conversation], concu
             f"{session.url}: none of {len(records)} requests of the warm-up was answered, the last: "
             f"{records[-1].detail}. Look into the server's log."
         )
+    return records
 
 
-async def settled(session: Session, *, may_be_stale: bool = False) -> Counters | None:
-    """A reading of an idle server: servers count a step after they have sent its answer.
+async def settled(session: Session, *, finished: int = 0, may_be_stale: bool = False) -> Counters | None:
+    """A reading of an idle server that has counted ``finished`` requests: servers count after they have answered.
 
     ``may_be_stale`` says that a request was given up: vLLM takes one that was aborted off its gauge only with its next
     step. Counters that stand still for all readings then count as idle; a request at work would move them.
@@ -102,10 +114,11 @@ async def settled(session: Session, *, may_be_stale: bool = False) -> Counters |
         await asyncio.sleep(session.config.server.settle_s)
         current = await session.api.counters(session.client, session.facts.model)
         unmoved = unmoved + 1 if current == previous else 0
-        if unmoved and not previous.running:
+        counted = previous.requests is None or previous.requests >= finished
+        if unmoved and counted and not previous.running:
             return current
         previous = current
-    if may_be_stale and unmoved == MAX_READINGS:
+    if previous is not None and unmoved == MAX_READINGS and (may_be_stale or not previous.running):
         return previous
     raise ServerError(
         f"{session.url}: busy with {previous.running if previous else 0} requests that are not ours, or its counters "

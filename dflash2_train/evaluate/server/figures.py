@@ -157,20 +157,12 @@ def _labels(
         labels.append(f"the server's counters include {lost} tries that failed")
     if foreign:
         labels.append(f"{foreign} requests of others ran at the same time: throughput is not the server's own")
-    elif (
-        not lost
-        and counted is not None
-        and own is not None
-        and (counted.rounds, counted.accepted)
-        != (
-            own.rounds,
-            own.accepted,
-        )
-    ):
-        labels.append(
-            f"counters and answers disagree: {counted.rounds} and {own.rounds} rounds, {counted.accepted} and "
-            f"{own.accepted} accepted"
-        )
+    elif not lost and counted is not None and own is not None:
+        told, added = (counted.rounds, counted.accepted), (own.rounds, own.accepted)
+        if told != added:
+            labels.append(f"counters and answers disagree on (rounds, accepted): {told} and {added}")
+    if window is not None and window.requests is not None and window.requests < counts.answered:
+        labels.append(f"the server counts {window.requests} finished requests of {counts.answered} answered")
     if window is None:
         labels.append("the server has no counters: a restart or requests of others would not be noticed")
     if config.server.method != AUTOREGRESSIVE and own is None:

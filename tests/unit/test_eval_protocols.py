@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from functools import cache, reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dflash2_train.config import ConfigError, EvalConfig
+from dflash2_train.config import ConfigError, EvalConfig, RunConfig
 from tests.unit.test_conf import CONF, load
 
 PROTOCOLS = sorted(path.stem for path in (CONF / "eval" / "protocol").glob("*.yaml"))
 ADDRESS = "eval.server.url=http://127.0.0.1:8000"
 
 
+@cache
+def experiment(name: str, *overrides: str) -> RunConfig:
+    return load("+experiment=glm53_flash", f"+eval/protocol={name}", ADDRESS, *overrides)
+
+
 def protocol(name: str, *overrides: str) -> EvalConfig:
-    return load("+experiment=glm53_flash", f"+eval/protocol={name}", ADDRESS, *overrides).eval
+    return experiment(name, *overrides).eval
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
@@ -60,23 +68,29 @@ def test_a_value_on_the_command_line_wins_over_the_protocol() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("key", "value", "words"),
     [
-        ("eval.server.url=''", "address of a running server"),
-        ("eval.server.engine=tgi", "must be one of"),
-        ("eval.server.concurrency=[]", "different positive numbers"),
-        ("eval.server.concurrency=[4,4]", "different positive numbers"),
-        ("eval.server.label=a/b", "names a folder"),
-        ("eval.num_drafted=8", "between 1 and"),
-        ("eval.server.tries=0", "must be positive"),
-        ("eval.gate.tolerance=-1", "must not be negative"),
+        ("server.url", "", "address of a running server"),
+        ("server.engine", "tgi", "must be one of"),
+        ("server.concurrency", [], "different positive numbers"),
+        ("server.concurrency", [4, 4], "different positive numbers"),
+        ("server.label", "a/b", "names a folder"),
+        ("server.tries", 0, "must be positive"),
+        ("num_drafted", 8, "between 1 and"),
+        ("gate.tolerance", -1.0, "must not be negative"),
+        ("mode", "both", "must be one of"),
     ],
 )
-def test_settings_that_cannot_be_run_are_refused(override: str, words: str) -> None:
+def test_settings_that_cannot_be_run_are_refused(key: str, value: Any, words: str) -> None:
+    config = deepcopy(experiment("holdout500"))
+    *parents, name = key.split(".")
+    setattr(reduce(getattr, parents, config.eval), name, value)
     with pytest.raises(ConfigError, match=words):
-        protocol("holdout500", override)
+        config.check()
 
 
 def test_sglang_is_not_asked_for_a_template_that_hides_its_counts() -> None:
+    config = deepcopy(experiment("holdout500"))
+    config.eval.server.engine, config.eval.server.template = "sglang", "server"
     with pytest.raises(ConfigError, match="Use client"):
-        protocol("holdout500", "eval.server.engine=sglang", "eval.server.template=server")
+        config.check()

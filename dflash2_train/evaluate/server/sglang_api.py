@@ -1,9 +1,9 @@
 """SGLang's server: ``/generate`` with token ids, whose ``meta_info`` carries each request's own counts.
 
 SGLang keeps no counter of accepted tokens, only averages since its start, so the counts of the answers are added up.
-``/metrics`` (``--enable-metrics``) is read where there is one, to notice restarts and other people's requests. SGLang
-counts accepted tokens after a stop has cut the last round, vLLM before, so the last round of an answer may count less.
-Names of the counts changed over versions (``spec_accept_token_num``, ``spec_num_correct_drafts``); all are read, and
+``/metrics`` (``--enable-metrics``) is read where there is one, to notice restarts and other people's requests. vLLM
+counts what was verified; some versions of SGLang count a last round only up to the stop inside it, which reads lower by
+up to one round an answer. Names of the counts changed over versions (``spec_accept_token_num``, ``spec_num_correct_drafts``); all are read, and
 must agree with the histogram.
 """
 

@@ -3,8 +3,8 @@
 SGLang keeps no counter of accepted tokens, only averages since its start, so the counts of the answers are added up.
 ``/metrics`` (``--enable-metrics``) is read where there is one, to notice restarts and other people's requests. vLLM
 counts what was verified; some versions of SGLang count a last round only up to the stop inside it, which reads lower by
-up to one round an answer. Names of the counts changed over versions (``spec_accept_token_num``, ``spec_num_correct_drafts``); all are read, and
-must agree with the histogram.
+up to one round an answer. Names of the counts changed over versions (``spec_accept_token_num``,
+``spec_num_correct_drafts``); all are read, and must agree with the histogram.
 """
 
 from __future__ import annotations

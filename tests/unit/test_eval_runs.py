@@ -21,7 +21,7 @@ from dflash2_train.evaluate.publish import print_tables, runs_markdown, write_ru
 from dflash2_train.evaluate.readers import UnreadableRunError, read_run
 from dflash2_train.evaluate.runs import Acceptance, Cell, EvalRun, RequestCounts, pool
 from dflash2_train.evaluate.tables import Table, tables_of
-from dflash2_train.export import run as export_run
+from dflash2_train.export import formats
 from dflash2_train.train import export_result
 
 REFERENCE_RUNS = Path(__file__).resolve().parents[3] / "shared" / "data" / "reference_runs"
@@ -357,7 +357,7 @@ def test_gate_settings_are_checked() -> None:
 def test_training_ends_with_the_gates_exit_code_when_it_is_told_to(
     tiny_config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(export_run, "export_checkpoint", lambda _: tmp_path)
+    monkeypatch.setattr(formats, "export_drafter", lambda _: tmp_path)
     monkeypatch.setattr(cli, "evaluate", lambda _: 1)
     assert export_result(tiny_config) == 0
     tiny_config.eval.gate = GateConfig(after_training=True, baseline="base.json")

@@ -78,9 +78,7 @@ def _counted(before: Counters | None, records: Sequence[RequestRecord]) -> int:
     return earlier + sum(record.status == ANSWERED for record in records)
 
 
-async def warm_up(
-    session: Session, conversations: Sequence[Conversation], concurrency: int
-) -> Sequence[RequestRecord]:
+async def warm_up(session: Session, conversations: Sequence[Conversation], concurrency: int) -> Sequence[RequestRecord]:
     """First turns at the measured concurrency, so that compilation and first-use costs fall outside."""
     wanted = session.config.server.warm_up or concurrency
     first = [

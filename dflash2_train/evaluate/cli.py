@@ -132,7 +132,7 @@ def run_measurement(
 ) -> None:
     """Load both models and fill ``results``."""
     from dflash2_train.evaluate.measure import Measurement, measure_prompts
-    from dflash2_train.runner.loop import DecodeSettings
+    from dflash2_train.runner import DecodeSettings
     from dflash2_train.target import load_target_model
 
     greedy = DecodeSettings(

@@ -22,10 +22,14 @@ class EvalConfig:
     num_drafted: int | None = None  # K; None = the drafter's block_size - 1
     temperature: float = 0.0  # of the extra sampled pass; 0 = greedy only
     top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0  # 0 = off
     draft_sampling: str = "argmax"  # argmax | selector: how proposals are made when temperature > 0
     dtype: str = "float32"  # greedy equality is exact in fp32
     baseline: bool = True  # plain decoding of the same prompts, for equality and speed
     seed: int = 0
+    pack_weights: bool = True  # on a CPU with oneDNN: lay linear weights out for it, for both decoders
+    spread_target: bool = False  # one target over all visible GPUs, by accelerate's device map
 
     def check(self, drafter: DrafterConfig) -> None:
         require(self.mode == "runner", "eval.mode", self.mode, "only runner is built in so far", "Use runner.")
@@ -39,6 +43,8 @@ class EvalConfig:
             "must be argmax or selector",
             "Use argmax.",
         )
+        require(self.top_k >= 0, "eval.top_k", self.top_k, "must be 0 (off) or positive", "Use 0.")
+        require(0 <= self.min_p < 1, "eval.min_p", self.min_p, "must lie in [0, 1)", "Use 0 for off.")
         require(
             self.num_drafted is None or 1 <= self.num_drafted <= drafter.num_drafted,
             "eval.num_drafted",

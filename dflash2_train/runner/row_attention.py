@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-NAME = "dflash2_rows"
+NAME = "block_rows"  # transformers takes any name with "flash" in it for flash attention
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # parts of a softmax that this one does not have
 
 

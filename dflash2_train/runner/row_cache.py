@@ -90,6 +90,9 @@ class RowLayer(CacheLayerMixin):
         num_rows, capacity = len(self._places.lengths), self._places.capacity
         self.keys = key_states.new_zeros(num_rows, key_states.shape[1], capacity, key_states.shape[3])
         self.values = value_states.new_zeros(num_rows, value_states.shape[1], capacity, value_states.shape[3])
+        if self._places.static:  # CUDA graphs write to these, and would copy them otherwise
+            torch._dynamo.mark_static_address(self.keys)
+            torch._dynamo.mark_static_address(self.values)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

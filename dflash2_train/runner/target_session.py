@@ -37,6 +37,7 @@ from dflash2_train.runner.row_attention import row_attention, supports_row_atten
 from dflash2_train.runner.row_cache import RowCache, RowPlaces, attention_windows
 from dflash2_train.streams import TapRecorder
 
+STATELESS = ("moe", "mlp")  # kinds of layers without attention, which get an empty recurrent cache
 CROPPED = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)  # transformers rolls them back
 
 
@@ -200,11 +201,11 @@ class SeparateSession:
         self._runner = _Model(model, taps)
         self._rows = [_SeparateRow(_separate_cache(model)) for _ in range(num_rows)]
         layers = self._rows[0].cache.layers
-        kinds = model.config.get_text_config(decoder=True).to_dict().get("layer_types") or []
+        kinds = model.config.get_text_config(decoder=True).to_dict().get("layer_types") or [""] * len(layers)
         recurrent = [
             index
-            for index, layer in enumerate(layers)
-            if isinstance(layer, LinearAttentionLayer) and kinds[index] not in ("moe", "mlp")
+            for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True))
+            if isinstance(layer, LinearAttentionLayer) and kind not in STATELESS
         ]
         self._rollback = RecurrentRollback(model, recurrent)
         self._has_recurrent = bool(recurrent)

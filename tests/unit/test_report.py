@@ -238,6 +238,23 @@ def test_an_interrupted_evaluation_continues_and_a_finished_one_decodes_nothing(
     assert (Path(evaluation.eval.output_dir) / "acceptance.png").exists()
 
 
+def test_ranks_share_the_prompts_and_the_first_reports_them_all(
+    evaluation: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash2_train.evaluate import ranks
+
+    monkeypatch.setattr(ranks.Ranks, "wait", lambda self: None)
+    for rank in (1, 0):  # the last to finish is the first rank
+        me = ranks.Ranks(rank=rank, count=2, device=torch.device("cpu"))
+        monkeypatch.setattr(ranks, "open_ranks", lambda me=me: me)
+        assert cli.evaluate(evaluation) == 0
+    folder = Path(evaluation.eval.output_dir)
+    lines = [len(path.read_text().splitlines()) - 1 for path in sorted(folder.glob("results-*.jsonl"))]
+    assert len(lines) == 2 and min(lines) > 0 and sum(lines) == NUM_PROMPTS, "each prompt is in one rank's file"
+    report = EvalReport.from_json(json.loads((folder / "report.json").read_text()))
+    assert report.equality is not None and report.equality.prompts_equal == NUM_PROMPTS
+
+
 def test_a_wrongly_accepted_token_fails_the_evaluation_and_is_named(
     evaluation: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

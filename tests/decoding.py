@@ -22,6 +22,7 @@ class Oracle:
         right: right tokens of the next proposal; one is taken a row and round.
         num_drafted: K.
         vocab_size: wrong tokens stay below it.
+        num_output: tokens that each row writes in the end; a finished row of a static cache is drafted for no more.
     """
 
     def __init__(
@@ -32,9 +33,11 @@ class Oracle:
         num_drafted: int,
         *,
         vocab_size: int,
+        num_output: Sequence[int] | None = None,
     ) -> None:
         self.truths, self.num_prompt = list(truths), list(num_prompt)
         self.right, self.num_drafted, self.vocab_size = right, num_drafted, vocab_size
+        self.num_output = [len(truth) for truth in truths] if num_output is None else list(num_output)
         self.observed: list[list[torch.Tensor]] = [[] for _ in truths]
 
     def start(self, row: int, tap_hidden: torch.Tensor) -> None:
@@ -49,6 +52,9 @@ class Oracle:
         for row, (anchor, position) in enumerate(zip(anchor_ids, anchor_positions, strict=True)):
             assert sum(len(piece) for piece in self.observed[row]) == position
             start = position - self.num_prompt[row]
+            if start >= self.num_output[row] - 1:
+                rows.append(torch.zeros(self.num_drafted, dtype=torch.long))
+                continue
             assert self.truths[row][start] == anchor
             ahead = self.truths[row][start + 1 : start + 1 + self.num_drafted]
             ids = torch.tensor(ahead + [0] * (self.num_drafted - len(ahead)))
@@ -60,6 +66,7 @@ class Oracle:
     def keep_rows(self, indices: Sequence[int]) -> None:
         self.truths = [self.truths[index] for index in indices]
         self.num_prompt = [self.num_prompt[index] for index in indices]
+        self.num_output = [self.num_output[index] for index in indices]
         self.observed = [self.observed[index] for index in indices]
 
 

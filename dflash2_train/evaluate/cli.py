@@ -163,8 +163,10 @@ def run_measurement(
             min_p=config.eval.min_p,
             draft_sampling=config.eval.draft_sampling,
         )
-    target_model = load_target_model(config.target, config.eval.dtype, device="auto" if config.eval.spread_target else device)
-    drafter = open_drafter(folder, config.eval.dtype).to(next(target_model.get_output_embeddings().parameters()).device)
+    where = "auto" if config.eval.spread_target else device
+    target_model = load_target_model(config.target, config.eval.dtype, device=where)
+    head = target_model.get_output_embeddings()
+    drafter = open_drafter(folder, config.eval.dtype).to(next(head.parameters()).device)
     measurement = Measurement(
         target_model=target_model,
         drafter=drafter,
@@ -209,7 +211,8 @@ def evaluate(config: RunConfig) -> int:
     ranks = open_ranks()
     if config.eval.spread_target and ranks.count > 1:
         raise ConfigError(
-            f"eval.spread_target=true: {ranks.count} processes would each spread a target over the same GPUs. Start one."
+            f"eval.spread_target=true: {ranks.count} processes would each spread a target over the same GPUs. "
+            "Start one process."
         )
     results = ResultsFile(output_dir, protocol, rank=ranks.rank)
     mine = ranks.share(prompts)

@@ -1,8 +1,9 @@
 """What one prompt's measurement leaves on disk, and the append-only file that makes a run resumable.
 
 ``results-<fingerprint>.jsonl``: a header line with the full fingerprint and what it covers, then a line a prompt,
-flushed to the disk as soon as the prompt is done. Further ranks of a job write ``results-<fingerprint>.rank<n>.jsonl``. Another drafter, other settings or other prompts have another
-fingerprint and so another file: results are never mixed. A line cut by a crash is dropped and measured again.
+flushed to the disk as soon as the prompt is done. Further ranks of a job write ``results-<fingerprint>.rank<n>.jsonl``.
+Another drafter, other settings or other prompts have another fingerprint and so another file: results are never mixed.
+A line cut by a crash is dropped and measured again.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from dflash2_train.config import ConfigError
 
 
 def can_pack(*models: nn.Module) -> bool:
-    """Whether :func:`packed_linears` would take all of ``models``: this build has oneDNN, and the weights lie on the
-    CPU in a dtype that it computes in."""
+    """Whether torch has oneDNN here, and all weights lie on the CPU in a dtype that it computes in."""
     parameters = [parameter for model in models for parameter in model.parameters()]
     return torch.backends.mkldnn.is_available() and all(
         parameter.device.type == "cpu" and parameter.dtype in (torch.float32, torch.bfloat16)
@@ -45,7 +44,7 @@ def packed_linears(*models: nn.Module) -> Iterator[None]:
         )
     with ExitStack() as stack:
         for module in _linears(models):
-            module.forward = _packed_forward(module)  # type: ignore[method-assign]
+            module.__dict__["forward"] = _packed_forward(module)  # before the class's, as accelerate does it
             stack.callback(module.__dict__.pop, "forward")
         yield
 

@@ -28,9 +28,7 @@ class DecodeSettings:
 
     def __post_init__(self) -> None:
         _check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "must be at least 1")
-        _check(
-            self.num_drafted >= 1, "num_drafted", self.num_drafted, "must be at least 1. Use plain_decode for none"
-        )
+        _check(self.num_drafted >= 1, "num_drafted", self.num_drafted, "must be at least 1. Use plain_decode for none")
         _check(self.temperature >= 0, "temperature", self.temperature, "must be at least 0")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "must lie in (0, 1]. Use 1.0 for off")
         _check(self.top_k >= 0, "top_k", self.top_k, "must be 0 (off) or positive")

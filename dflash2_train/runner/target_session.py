@@ -277,7 +277,8 @@ class SeparateSession:
 
 def _separate_cache(model: PreTrainedModel) -> DynamicCache:
     cache = DynamicCache(config=model.config)
-    unsupported = sorted({type(one).__name__ for one in cache.layers if type(one) not in (*CROPPED, LinearAttentionLayer)})
+    supported = (*CROPPED, LinearAttentionLayer)
+    unsupported = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in supported})
     if unsupported or not any(isinstance(layer, CROPPED) for layer in cache.layers):
         raise ConfigError(
             f"target {model.config.model_type}: its cache has layers of kind {', '.join(unsupported) or 'recurrent'}, "

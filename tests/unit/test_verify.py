@@ -185,7 +185,13 @@ def test_the_nucleus_of_a_large_vocabulary_is_the_one_of_a_full_sort(spread: flo
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.0}, {"temperature": 1.0, "top_k": -1}, {"temperature": 1.0, "min_p": 1.0}]
+    "wrong",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_p": 0.0},
+        {"temperature": 1.0, "top_k": -1},
+        {"temperature": 1.0, "min_p": 1.0},
+    ],
 )
 def test_values_outside_their_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=list(wrong)[-1]):

@@ -166,7 +166,7 @@ def test_no_state_survives_a_call(target: LlamaForCausalLM, drafter: Drafter) ->
 
 def test_hooks_are_removed_when_a_call_fails(target: LlamaForCausalLM) -> None:
     before = count_hooks(target)
-    oracle = Oracle([[]], [len(PROMPT)], iter(()), NUM_DRAFTED, vocab_size=96)
+    oracle = Oracle([[]], [len(PROMPT)], iter(()), NUM_DRAFTED, vocab_size=96, num_output=[NEW_TOKENS])
     with pytest.raises(IndexError):
         run_loop(target, oracle, TAPS, [PROMPT], settings())
     assert count_hooks(target) == before
@@ -202,6 +202,9 @@ def test_positions_beyond_the_drafters_limit_are_refused(target: LlamaForCausalL
         {"max_new_tokens": 0},
         {"num_drafted": 0},
         {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_k": -1},
+        {"min_p": 1.0},
         {"draft_sampling": "relaxed"},
         {"compile_target": True},
     ],

@@ -192,7 +192,7 @@ def test_a_static_cache_is_refused_where_the_target_has_none() -> None:
 
 def test_the_targets_own_attention_is_put_back_after_a_call_and_after_a_failure() -> None:
     model = make_target("full")
-    oracle = Oracle([[]], [1], iter(()), 7, vocab_size=VOCAB)
+    oracle = Oracle([[]], [1], iter(()), 7, vocab_size=VOCAB, num_output=[NEW_TOKENS])
     with pytest.raises(IndexError):
         run_loop(model, oracle, TAPS, [[1]], settings())
     assert model.config._attn_implementation == "sdpa"

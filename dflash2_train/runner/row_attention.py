@@ -85,7 +85,7 @@ def row_attention_forward(
             raise ValueError(f"{name}: the runner's block attention lacks it. Load the target with another attention.")
     groups = query.shape[1] // key.shape[1]
     folded = query.unflatten(1, (-1, groups)).flatten(2, 3)  # [B, M, G * S, D]
-    bias = attention_mask if groups == 1 else attention_mask.repeat(1, 1, groups, 1)  # [B, 1, G * S, L]
+    bias = attention_mask.expand(-1, groups, -1, -1).flatten(1, 2).unsqueeze(1)  # [B, 1, G * S, L]
     mixed = functional.scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scaling)
     return mixed.unflatten(2, (groups, -1)).flatten(1, 2).transpose(1, 2).contiguous(), None
 

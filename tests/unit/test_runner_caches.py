@@ -169,6 +169,24 @@ def test_a_row_that_ends_with_its_first_token_leaves_the_others_alone() -> None:
             assert result.token_ids == truth[: min(until, NEW_TOKENS)]
 
 
+def test_a_compiled_verification_is_one_graph_for_all_rounds_and_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[object] = []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    compiler = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda model, *, mode, dynamic: compiler(model, backend=count, fullgraph=True, dynamic=dynamic)
+    )
+    chosen = settings(static_cache=True, compile_target=True)
+    for _ in range(2):  # the second call has a cache and hooks of its own
+        results = generate_batch(make_target("qwen3"), make_drafter(), PROMPTS, chosen)
+        assert [result.token_ids for result in results] == [truth[:NEW_TOKENS] for truth in greedy_texts("qwen3")]
+    assert len(graphs) == 1
+
+
 def test_a_cache_that_cannot_be_rolled_back_is_refused_by_name() -> None:
     config = FalconH1Config(
         vocab_size=VOCAB,

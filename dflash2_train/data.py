@@ -8,7 +8,7 @@ rows on any number of ranks and from any source.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -58,6 +58,10 @@ class RowSource(Protocol):
 
     width: int  # T*H, features of a token's tap states
 
+    def announce(self, rows: Sequence[PlannedRow]) -> None:
+        """These rows will be read soon: a chance to fetch them from a slow disk meanwhile."""
+        ...
+
     def read(self, row: PlannedRow, states: Tensor) -> list[CapturedSample]:
         """Samples of a row, in order; may wait for them.
 
@@ -81,11 +85,18 @@ class SampleReader(Protocol):
     @property
     def index(self) -> Sequence[IndexRow]: ...
 
-    def read(self, sample_index: int) -> CapturedSample: ...
+    def read(self, sample_index: int, states: Tensor | None = None) -> CapturedSample: ...
+
+    def prefetch(self, sample_indices: Iterable[int]) -> None: ...
 
 
 class CachedRows:
-    """Rows out of a capture cache, which is there as a whole."""
+    """Rows out of a capture cache, which is there as a whole.
+
+    Their order is a uniform shuffle of all documents. Shuffling within a few shards at a time would read no faster: a
+    document's states are one range of its shard, hundreds of KiB for the smallest targets and 72 KiB a token for
+    GLM-5.3-Flash, and :meth:`announce` has the next window's ranges fetched while this one is trained on.
+    """
 
     def __init__(self, reader: SampleReader) -> None:
         self._reader = reader
@@ -99,12 +110,14 @@ class CachedRows:
 
     def read(self, row: PlannedRow, states: Tensor) -> list[CapturedSample]:
         """Samples of a row, in order, their states in ``states``."""
-        samples = []
-        for document, part in zip(row.documents, split_states(row, states), strict=True):
-            sample = self.sample(document.sample_id)
-            part.copy_(sample.tap_hidden)
-            samples.append(replace(sample, tap_hidden=part))
-        return samples
+        return [
+            self._reader.read(self._place[document.sample_id], part)
+            for document, part in zip(row.documents, split_states(row, states), strict=True)
+        ]
+
+    def announce(self, rows: Sequence[PlannedRow]) -> None:
+        """Have the rows' states brought into the page cache."""
+        self._reader.prefetch(self._place[document.sample_id] for row in rows for document in row.documents)
 
     def passed(self, number: int) -> None:
         """Nothing is released: the cache stays."""
@@ -230,12 +243,20 @@ class WindowLoader:
         Windows must be read in order: the source is told what will not be read again.
         """
         batches = []
-        for micro in range(self._accumulation):
-            start = rows_consumed + (micro * self._world_size + self._rank) * self._rows
-            planned = [self._plan.row(number) for number in range(start, start + self._rows)]
+        self._source.announce([row for rows in self._planned(rows_consumed + self.rows_per_window) for row in rows])
+        for micro, planned in enumerate(self._planned(rows_consumed)):
             batches.append(self._batch(planned))
-            self._source.passed(start + self._rows * self._world_size)
+            self._source.passed(self._first_row(rows_consumed, micro) + self._rows * self._world_size)
         return batches
+
+    def _first_row(self, rows_consumed: int, micro: int) -> int:
+        """Number of this rank's first row in a micro-batch of a window."""
+        return rows_consumed + (micro * self._world_size + self._rank) * self._rows
+
+    def _planned(self, rows_consumed: int) -> list[list[PlannedRow]]:
+        """This rank's rows of a window, by micro-batch."""
+        starts = [self._first_row(rows_consumed, micro) for micro in range(self._accumulation)]
+        return [[self._plan.row(number) for number in range(start, start + self._rows)] for start in starts]
 
     def _batch(self, planned: Sequence[PlannedRow]) -> PackedBatch:
         lengths = [sum(document.num_tokens for document in row.documents) for row in planned]

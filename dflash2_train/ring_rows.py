@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -103,6 +103,9 @@ class RingRows:
         self._reader: SegmentReader | None = None
         self._segment = -1  # of the open reader
         self._told = -1  # segment of the last position told
+
+    def announce(self, rows: Sequence[PlannedRow]) -> None:
+        """Nothing: a segment was written a moment ago, or is not there yet."""
 
     def read(self, row: PlannedRow, states: Tensor) -> list[CapturedSample]:
         """Samples of a row, in order, their states in ``states``, as soon as its segment is there.

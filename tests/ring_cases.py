@@ -60,6 +60,9 @@ class PlainRows:
 
     width = HIDDEN
 
+    def announce(self, rows: Sequence[PlannedRow]) -> None:
+        pass
+
     def read(self, row: PlannedRow, states: torch.Tensor) -> list[CapturedSample]:
         samples = [sample_of(document) for document in row.documents]
         torch.cat([sample.tap_hidden for sample in samples], out=states)

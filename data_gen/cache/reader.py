@@ -65,22 +65,24 @@ class CaptureReader:
         """File names, in order."""
         return [shard.shard for shard in self.index.shards]
 
-    def read(self, sample_index: int) -> CapturedSample:
+    def read(self, sample_index: int, states: Tensor | None = None) -> CapturedSample:
         """Sample ``sample_index`` of ``index``: views of the mapped file; fp8 states are decoded to bf16.
+
+        Args:
+            sample_index: which.
+            states: [S, T*H] bf16, a part of a batch say; if given, the tap states are put there in one pass.
 
         Raises:
             CacheIntegrityError: the shard is not the one that the index speaks of.
         """
         shard, row = self.index.place(sample_index)
-        return self.shard(shard).read(row)
-
-    def copy_states(self, sample_index: int, out: Tensor) -> None:
-        """Put a sample's tap states into ``out`` [S, T*H] bf16 in one pass; the fastest way into a batch."""
-        shard, row = self.index.place(sample_index)
-        self.shard(shard).copy_states(row, out)
+        return self.shard(shard).read(row, states)
 
     def prefetch(self, sample_indices: Iterable[int]) -> None:
-        """Ask the kernel to bring the states of samples into the page cache; returns at once."""
+        """Ask the kernel to bring the states of samples into the page cache, in large reads; returns at once.
+
+        A mapped file is otherwise read as its pages are touched, 128 KiB at a time.
+        """
         for sample_index in sample_indices:
             shard, row = self.index.place(sample_index)
             file = self.shard(shard)

@@ -241,22 +241,21 @@ class ShardReader:
         """Where sample ``row`` lies along the first dimension of ``tensors``."""
         return slice(self.offsets[row], self.offsets[row + 1])
 
-    def read(self, row: int) -> CapturedSample:
-        """Sample ``row``: views of the file, except fp8 states, which are decoded to bf16."""
+    def read(self, row: int, states: Tensor | None = None) -> CapturedSample:
+        """Sample ``row``: views of the file, except fp8 states, which are decoded to bf16.
+
+        Args:
+            row: place in the shard.
+            states: [S, T*H] bf16; if given, the tap states are put there in one pass, whatever they are stored in.
+        """
         span = self.span(row)
         fields = {name: self.tensors[name][span] for name in TOKEN_TENSORS}
         fields["loss_mask"] = fields["loss_mask"].view(torch.bool)
         if TAP_SCALE in self.tensors:
-            fields["tap_hidden"] = fp8.decode(fields["tap_hidden"], self.tensors[TAP_SCALE][span])
+            fields["tap_hidden"] = fp8.decode(fields["tap_hidden"], self.tensors[TAP_SCALE][span], states)
+        elif states is not None:
+            fields["tap_hidden"] = states.copy_(fields["tap_hidden"])  # faster than pread: no call, wider stores
         return CapturedSample(sample_id=self.sample_ids[row], **fields)
-
-    def copy_states(self, row: int, out: Tensor) -> None:
-        """Put the tap states of sample ``row`` into ``out`` [S, T*H] bf16 in one pass, whatever they are stored in."""
-        span = self.span(row)
-        if TAP_SCALE in self.tensors:
-            fp8.decode(self.tensors["tap_hidden"][span], self.tensors[TAP_SCALE][span], out)
-        else:
-            out.copy_(self.tensors["tap_hidden"][span])  # faster than pread: no system call, wider stores
 
     def state_bytes(self, row: int) -> tuple[int, int]:
         """Offset and length, in bytes of the file, of what sample ``row`` stores as tap states."""

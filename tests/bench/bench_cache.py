@@ -3,9 +3,9 @@
 ``python -m tests.bench.bench_cache [--mib 512] [--passes 5] [--rows 1000000] [--threads 1]``
 
 Reading: a random cache in a temporary folder, in the page cache. *plain* reads the files one after the other with
-``readinto`` into the memory of the batches; *batches* puts each sample's states, in a shuffled order, into its place of
-a padded batch (pinned memory where CUDA is there); *mapping* is the same by a reader that has opened nothing yet, so
-that mapping and page faults count; *samples* is all tensors of a sample, copied the way the trainer's collate does.
+``readinto`` into the memory of the batches; *batches* reads each sample, in a shuffled order, its states into their
+place of a padded batch (pinned memory where CUDA is there); *mapping* is the same by a reader that has opened nothing
+yet, so that mapping and page faults count; *samples* is all tensors of a sample, copied the way collate does.
 Rates are of bytes in the files; the best of the passes, taken in turn. ``of plain`` compares batches and mapping with
 plain by the processor time that they take, the figure to compare on a machine that others use as well: all of it is
 copying out of the page cache.
@@ -83,7 +83,7 @@ def batches(reader: CaptureReader, batch: Tensor, order: list[int]) -> None:
     """Every sample's states into its row of a batch."""
     for place, sample in enumerate(order):
         size = int(reader.index.num_tokens[sample])
-        reader.copy_states(sample, batch[place % len(batch), :size])
+        reader.read(sample, batch[place % len(batch), :size])
 
 
 def samples(reader: CaptureReader, batch: Tensor, order: list[int]) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -51,10 +52,13 @@ class RoundTrip:
     def __len__(self) -> int:
         return len(self.reader)
 
-    def read(self, sample_index: int) -> CapturedSample:
+    def read(self, sample_index: int, states: Tensor | None = None) -> CapturedSample:
         sample = self.reader.read(sample_index)
-        states = fp8.decode(*fp8.encode(sample.tap_hidden, self.manifest.num_taps))
-        return dataclasses.replace(sample, tap_hidden=states)
+        codes, factors = fp8.encode(sample.tap_hidden, self.manifest.num_taps)
+        return dataclasses.replace(sample, tap_hidden=fp8.decode(codes, factors, states))
+
+    def prefetch(self, sample_indices: Iterable[int]) -> None:
+        self.reader.prefetch(sample_indices)
 
 
 def load(experiment: str, overrides: list[str]) -> RunConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -94,6 +95,27 @@ def test_a_source_is_told_a_row_is_behind_only_when_this_rank_reads_none_before_
             read = [numbers[tuple(row)] for batch in ahead.window(start) for row in batch.sample_ids]
             assert min(read) >= before
             assert source.behind > max(read)
+
+
+def test_a_window_announces_to_the_source_exactly_the_rows_that_the_next_one_reads() -> None:
+    class Listening(PlainRows):
+        def __init__(self) -> None:
+            self.announced: list[PlannedRow] = []
+            self.taken: list[PlannedRow] = []
+
+        def announce(self, rows: Sequence[PlannedRow]) -> None:
+            self.announced = list(rows)
+
+        def read(self, row: PlannedRow, states: torch.Tensor) -> list[CapturedSample]:
+            self.taken.append(row)
+            return super().read(row, states)
+
+    source = Listening()
+    windows = loader(source, rank=1, world_size=2, rows=2, accumulation=2)
+    windows.window(0)
+    announced, source.taken = source.announced, []
+    windows.window(windows.rows_per_window)
+    assert announced == source.taken and len(announced) == 4
 
 
 def test_windows_read_ahead_are_those_that_would_be_read_when_needed() -> None:

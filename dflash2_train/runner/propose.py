@@ -65,18 +65,27 @@ class DraftContext:
         self.lengths = [0] * num_rows
         self._buffers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
 
-    def write(self, rows: Sequence[int], layers: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Store n tokens behind each of ``rows``: keys and values [len(rows), Hkv, n, D] for every layer."""
-        ends = [self.lengths[row] + layers[0][0].shape[2] for row in rows]
+    def write(self, rows: Sequence[int], positions: Tensor, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Store n tokens behind each of ``rows``.
+
+        Args:
+            rows: which.
+            positions: [len(rows), n] int64, from each row's length on.
+            layers: keys and values [len(rows), Hkv, n, D] of every layer.
+        """
+        ends = [self.lengths[row] + positions.shape[1] for row in rows]
         assert max(ends) <= self.capacity, f"drafter context of {self.capacity} tokens cannot take {max(ends)}"
+        row_ids = torch.tensor(rows, device=positions.device)[:, None]  # [rows, 1]
         for index, (keys, values) in enumerate(layers):
             buffer = self._buffers[index]
             if buffer is None:
                 shape = (len(self.lengths), keys.shape[1], self.capacity, keys.shape[3])
                 buffer = self._buffers[index] = (keys.new_zeros(shape), values.new_zeros(shape))
-            for place, (row, end) in enumerate(zip(rows, ends, strict=True)):
-                buffer[0][row, :, self.lengths[row] : end] = keys[place]
-                buffer[1][row, :, self.lengths[row] : end] = values[place]
+            for store, new in zip(buffer, (keys, values), strict=True):
+                if len(rows) == 1:  # a prompt, or one row alone: one slice
+                    store[rows[0], :, self.lengths[rows[0]] : ends[0]] = new[0]
+                else:
+                    store[row_ids, :, positions] = new.transpose(1, 2)  # [rows, n, Hkv, D]
 
     def commit(self, row: int, num_tokens: int) -> None:
         """Count the first ``num_tokens`` of what was stored last behind ``row``."""
@@ -157,7 +166,7 @@ class DraftProposer:
 
     def observe(self, tap_hidden: Tensor, num_kept: Sequence[int]) -> None:
         """See :class:`Proposer`."""
-        self._store(range(len(num_kept)), tap_hidden[:, : max(num_kept)])
+        self._store(list(range(len(num_kept))), tap_hidden[:, : max(num_kept)])
         for row, kept in enumerate(num_kept):
             self._context.commit(row, kept)
 
@@ -167,7 +176,7 @@ class DraftProposer:
         positions = starts[:, None] + torch.arange(tap_hidden.shape[1], device=self._device)  # [B, n]
         taps = tap_hidden.to(self._device, self._drafter.fc.weight.dtype)
         context = self._drafter.encode_context(taps)  # [B, n, H]
-        self._context.write(rows, self._drafter.project_context(context, positions))
+        self._context.write(rows, positions, self._drafter.project_context(context, positions))
 
     def propose(self, anchor_ids: Sequence[int], anchor_positions: Sequence[int]) -> Proposal:
         """See :class:`Proposer`."""

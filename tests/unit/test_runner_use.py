@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from transformers import PreTrainedModel
 from dflash2_train.config import ConfigError
 from dflash2_train.evaluate.measure import check_equality, teacher_forced_gaps
 from dflash2_train.model.drafter import Drafter
+from dflash2_train.pretrained import load_pretrained
 from dflash2_train.runner import DecodeSettings, generate, plain_decode, stream
 from dflash2_train.runner.packing import can_pack, packed_linears
-from tests.architectures import BUILDERS, SMALL
+from tests.architectures import BUILDERS, SMALL, write_architecture
 from tests.drafters import random_drafter
 
 PROMPT = [3, 14, 15, 92, 65, 35]
@@ -61,6 +63,17 @@ def test_a_stream_that_is_left_early_leaves_the_target_as_it_was(target: PreTrai
     assert target.config._attn_implementation == "sdpa"
 
 
+def test_another_call_between_two_items_of_a_stream_disturbs_neither(target: PreTrainedModel, drafter: Drafter) -> None:
+    whole = generate(target, drafter, PROMPT, settings()).token_ids
+    other = generate(target, drafter, PROMPT[2:], settings()).token_ids
+    text = []
+    for piece in stream(target, drafter, PROMPT, settings()):
+        text.extend(piece)
+        assert generate(target, drafter, PROMPT[2:], settings()).token_ids == other
+    assert text == whole
+    assert target.config._attn_implementation == "sdpa"
+
+
 def test_time_between_two_items_of_a_stream_is_not_the_decoders(
     target: PreTrainedModel, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +94,15 @@ def test_a_target_spread_by_accelerate_decodes_the_same_text(target: PreTrainedM
     places |= {f"model.layers.{layer}": "cpu" for layer in range(5)}
     spread = dispatch_model(target, device_map=places, main_device="cpu", force_hooks=True)
     assert any(hasattr(module, "_hf_hook") for module in spread.modules())
+    assert generate(spread, drafter, PROMPT, settings()).token_ids == expected
+
+
+def test_a_target_loaded_by_accelerates_device_map_decodes_the_same_text(drafter: Drafter, tmp_path: Path) -> None:
+    write_architecture(tmp_path, "qwen3")
+    whole = load_pretrained(tmp_path, torch.float32)
+    spread = load_pretrained(tmp_path, torch.float32, device="auto")
+    assert hasattr(spread, "hf_device_map")
+    expected = generate(whole, drafter, PROMPT, settings()).token_ids
     assert generate(spread, drafter, PROMPT, settings()).token_ids == expected
 
 

@@ -178,7 +178,9 @@ def test_a_compiled_verification_is_one_graph_for_all_rounds_and_calls(monkeypat
 
     compiler = torch.compile
     monkeypatch.setattr(
-        torch, "compile", lambda model, *, mode, dynamic: compiler(model, backend=count, fullgraph=True, dynamic=dynamic)
+        torch,
+        "compile",
+        lambda model, *, mode, dynamic: compiler(model, backend=count, fullgraph=True, dynamic=dynamic),
     )
     chosen = settings(static_cache=True, compile_target=True)
     for _ in range(2):  # the second call has a cache and hooks of its own

@@ -169,6 +169,7 @@ def test_a_row_that_ends_with_its_first_token_leaves_the_others_alone() -> None:
             assert result.token_ids == truth[: min(until, NEW_TOKENS)]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own
 def test_a_compiled_verification_is_one_graph_for_all_rounds_and_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[object] = []
 

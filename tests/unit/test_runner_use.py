@@ -101,7 +101,6 @@ def test_a_target_loaded_by_accelerates_device_map_decodes_the_same_text(drafter
     write_architecture(tmp_path, "qwen3")
     whole = load_pretrained(tmp_path, torch.float32)
     spread = load_pretrained(tmp_path, torch.float32, device="auto")
-    assert hasattr(spread, "hf_device_map")
     expected = generate(whole, drafter, PROMPT, settings()).token_ids
     assert generate(spread, drafter, PROMPT, settings()).token_ids == expected
 

@@ -31,6 +31,8 @@ class EvalConfig:
     dtype: str = "float32"  # greedy equality is exact in fp32
     baseline: bool = True  # plain decoding of the same prompts, for equality and speed
     seed: int = 0
+    pack_weights: bool = True  # on a CPU with oneDNN: lay linear weights out for it, for both decoders
+    spread_target: bool = False  # one target over all visible GPUs, by accelerate's device map
     tasks: list[EvalTaskConfig] = field(default_factory=list)  # mode=server; empty = the experiment's hold-out
     server: EvalServerConfig = field(default_factory=EvalServerConfig)
     gate: GateConfig = field(default_factory=GateConfig)

@@ -5,7 +5,8 @@ it), ``report.json``, ``report.md``, ``report.html`` and plots. A rerun with not
 writes the reports again. ``eval.mode=server`` measures a running server, see ``server/run.py``. Both hold the result
 against ``eval.gate.baseline`` if one is named. ``dflash2-eval compare|report|gate`` read finished results, see
 ``commands.py``. Exit code 1: the speculative greedy output is not the target's own, too many requests failed, or the
-gate failed.
+gate failed. Under torchrun or ``accelerate launch`` every process decodes its share of the prompts and the first
+writes the reports.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from dflash2_train.evaluate.commands import NAMES, run_command
 from dflash2_train.provenance import atomic_write_json, atomic_write_text, run_record, sha256_file
 
 if TYPE_CHECKING:
+    import torch
+
     from dflash2_train.evaluate.holdout import HoldoutPrompt
     from dflash2_train.evaluate.records import ResultsFile
     from dflash2_train.evaluate.report import EvalReport
@@ -91,6 +94,7 @@ def describe_protocol(config: RunConfig, folder: Path, prompts: Sequence[Holdout
 
     target = open_target_config(config.target)
     shape = published_shape(folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     sampled = config.eval.temperature > 0
     return {
         "experiment": config.name,
@@ -99,7 +103,9 @@ def describe_protocol(config: RunConfig, folder: Path, prompts: Sequence[Holdout
         "target_hash": target.target_hash,
         "drafter_sha256": {name: sha256_file(folder / name) for name in DRAFTER_FILES},
         "dtype": config.eval.dtype,
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "device": device,
+        "packed_weights": config.eval.pack_weights and device == "cpu" and torch.backends.mkldnn.is_available(),
+        "spread_target": config.eval.spread_target,
         "block_size": shape.block_size,
         "num_drafted": num_drafted(config, shape.block_size),
         "concurrency": 1,
@@ -111,6 +117,8 @@ def describe_protocol(config: RunConfig, folder: Path, prompts: Sequence[Holdout
         "baseline": config.eval.baseline,
         "temperature": config.eval.temperature,
         "top_p": config.eval.top_p if sampled else None,
+        "top_k": config.eval.top_k if sampled else None,
+        "min_p": config.eval.min_p if sampled else None,
         "draft_sampling": config.eval.draft_sampling if sampled else None,
         "seed": config.eval.seed if sampled else None,
     }
@@ -136,10 +144,13 @@ def run_measurement(
     prompts: Sequence[HoldoutPrompt],
     protocol: dict[str, Any],
     results: ResultsFile,
+    device: torch.device,
 ) -> None:
     """Load both models and fill ``results``."""
+    from contextlib import nullcontext
+
     from dflash2_train.evaluate.measure import Measurement, measure_prompts
-    from dflash2_train.runner.loop import DecodeSettings
+    from dflash2_train.runner import DecodeSettings, packed_linears
     from dflash2_train.target import load_target_model
 
     greedy = DecodeSettings(
@@ -155,17 +166,24 @@ def run_measurement(
             stop_ids=greedy.stop_ids,
             temperature=config.eval.temperature,
             top_p=config.eval.top_p,
+            top_k=config.eval.top_k,
+            min_p=config.eval.min_p,
             draft_sampling=config.eval.draft_sampling,
         )
+    where = "auto" if config.eval.spread_target else device
+    target_model = load_target_model(config.target, config.eval.dtype, device=where)
+    head = target_model.get_output_embeddings()
+    drafter = open_drafter(folder, config.eval.dtype).to(next(head.parameters()).device)
     measurement = Measurement(
-        target_model=load_target_model(config.target, config.eval.dtype, device=protocol["device"]),
-        drafter=open_drafter(folder, config.eval.dtype).to(protocol["device"]),
+        target_model=target_model,
+        drafter=drafter,
         greedy=greedy,
         sampled=sampled,
         baseline=config.eval.baseline,
         seed=config.eval.seed,
     )
-    measure_prompts(measurement, prompts, results)
+    with packed_linears(target_model, drafter) if protocol["packed_weights"] else nullcontext():
+        measure_prompts(measurement, prompts, results)
 
 
 def write_report(report: EvalReport, output_dir: Path) -> EvalRun:
@@ -226,6 +244,7 @@ def evaluate_server(config: RunConfig) -> int:
 def evaluate_runner(config: RunConfig) -> int:
     """Measure with the built-in runner, write its reports, and return the exit code."""
     from dflash2_train.evaluate.holdout import load_holdout
+    from dflash2_train.evaluate.ranks import open_ranks
     from dflash2_train.evaluate.records import ResultsFile
     from dflash2_train.evaluate.render import print_report
     from dflash2_train.evaluate.report import build_report
@@ -235,9 +254,21 @@ def evaluate_runner(config: RunConfig) -> int:
     folder = drafter_folder(config)
     protocol = describe_protocol(config, folder, prompts)
     output_dir = absolute(config.eval.output_dir)
-    results = ResultsFile(output_dir, protocol)
-    if any(prompt.prompt_id not in results.records for prompt in prompts):
-        run_measurement(config, folder, prompts, protocol, results)
+    ranks = open_ranks()
+    if config.eval.spread_target and ranks.count > 1:
+        raise ConfigError(
+            f"eval.spread_target=true: {ranks.count} processes would each spread a target over the same GPUs. "
+            "Start one process."
+        )
+    results = ResultsFile(output_dir, protocol, rank=ranks.rank)
+    mine = ranks.share(prompts)
+    ranks.wait()  # all have read before anyone appends
+    if any(prompt.prompt_id not in results.records for prompt in mine):
+        run_measurement(config, folder, mine, protocol, results, ranks.device)
+    ranks.wait()
+    if not ranks.is_first:
+        return 0
+    results.reload()
     report = build_report(
         [results.records[prompt.prompt_id] for prompt in prompts],
         protocol=protocol,

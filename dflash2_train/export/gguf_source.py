@@ -98,8 +98,8 @@ class DrafterFolder:
     """A published drafter: ours, or anybody's in that layout.
 
     Args:
-        folder: with ``config.json`` and weights, in one file or in shards; ``mask_embedding.pt`` where the drafter has a learned
-            mask vector. Beside the 6 + 15 L tensors the weights may hold ``embed_tokens.weight`` and
+        folder: with ``config.json`` and weights, in one file or in shards; ``mask_embedding.pt`` where the drafter has
+            a learned mask vector. Beside the 6 + 15 L tensors the weights may hold ``embed_tokens.weight`` and
             ``lm_head.weight``.
 
     Raises:

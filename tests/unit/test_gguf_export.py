@@ -365,7 +365,9 @@ def test_reading_lists_what_a_drafter_lacks(base: Path, tmp_path: Path) -> None:
 
 def test_types_that_only_other_writers_use_are_read(tmp_path: Path) -> None:
     path, generator = tmp_path / "x.gguf", torch.Generator().manual_seed(0)
-    stored = torch.randint(0, 60, (3, 2 * 210), generator=generator, dtype=torch.uint8).numpy()  # Q6_K: 210 bytes for 256
+    stored = torch.randint(
+        0, 60, (3, 2 * 210), generator=generator, dtype=torch.uint8
+    ).numpy()  # Q6_K: 210 bytes for 256
     writer = gguf.GGUFWriter(path, "dflash")
     writer.add_tensor("fc.weight", stored, raw_dtype=gguf.GGMLQuantizationType.Q6_K)
     writer.write_header_to_file()

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 
-from dflash2_train.config import TargetConfig
 from dflash2_train.export.hf import export_hf, load_drafter
 from dflash2_train.export.weight_files import WeightFiles
 from dflash2_train.model.drafter import Drafter
@@ -149,9 +148,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model = AutoModelForCausalLM.from_pretrained(case.target, dtype=torch.float32).eval()
     drafter = load_drafter(case.drafter, torch.float32).eval()
     runner = [run_here(case, drafter, model, prompt) for prompt in case.prompts]
-    return Served(
-        case=case, plain=plain, drafted=drafted, log=log, model=model, drafter=drafter, runner=runner
-    )
+    return Served(case=case, plain=plain, drafted=drafted, log=log, model=model, drafter=drafter, runner=runner)
 
 
 def test_every_tensor_of_the_export_is_loaded_and_nothing_is_left_unset(served: Served) -> None:

@@ -52,7 +52,7 @@ def load_pretrained(
     Args:
         source: a model folder or a Hub id.
         dtype: of the weights, but for those that the architecture keeps in float32.
-        device: to run on.
+        device: to run on; "auto" spreads the layers over all visible GPUs, by accelerate.
         revision: commit of a Hub id.
         trust_remote_code: run code that comes with the model.
 
@@ -63,6 +63,12 @@ def load_pretrained(
 
     config = AutoConfig.from_pretrained(str(source), revision=revision, trust_remote_code=trust_remote_code)
     model: PreTrainedModel = model_class(config).from_pretrained(
-        str(source), revision=revision, dtype=dtype, trust_remote_code=trust_remote_code
+        str(source),
+        revision=revision,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        device_map=device if device == "auto" else None,
     )
-    return model.to(device).eval().requires_grad_(False)
+    if device != "auto":
+        model = model.to(device)
+    return model.eval().requires_grad_(False)

@@ -238,7 +238,7 @@ def load_target_model(
     Args:
         target: folder or Hub id.
         dtype: of the weights; None is ``target.dtype``.
-        device: to run on.
+        device: to run on; "auto" spreads the layers over all visible GPUs.
 
     Raises:
         ConfigError: as :func:`open_target_config`, which is asked first.

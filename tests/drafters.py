@@ -54,3 +54,10 @@ def randomise(drafter: Drafter, seed: int = 0) -> Drafter:
 def random_drafter(seed: int = 0, **changes: Any) -> Drafter:
     """A randomised drafter of :func:`tiny_shape`."""
     return randomise(Drafter(tiny_shape(**changes)), seed)
+
+
+def as_head(weight: torch.Tensor) -> torch.nn.Linear:
+    """An output head [V, H] as the module that a target has."""
+    head = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return head

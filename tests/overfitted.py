@@ -14,7 +14,7 @@ from dflash2_train.data import collate
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
 from dflash2_train.objective import Objective
-from dflash2_train.runner.loop import DecodeSettings, plain_decode
+from dflash2_train.runner import DecodeSettings, plain_decode
 from dflash2_train.target import FrozenHead
 from tests.tiny_target import EOS, captured, save_tiny_llama
 

@@ -18,7 +18,7 @@ from dflash2_train.evaluate.holdout import HoldoutPrompt
 from dflash2_train.evaluate.records import DecodeRecord, EqualityRecord, PromptRecord, ResultsFile
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.progress import ProgressReporter
-from dflash2_train.runner.loop import DecodeSettings, GenerationResult, generate, plain_decode
+from dflash2_train.runner import DecodeSettings, GenerationResult, generate, plain_decode
 
 logger = logging.getLogger(__name__)
 WARM_UP_TOKENS = 16

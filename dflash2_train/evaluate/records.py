@@ -1,8 +1,9 @@
 """What one prompt's measurement leaves on disk, and the append-only file that makes a run resumable.
 
 ``results-<fingerprint>.jsonl``: a header line with the full fingerprint and what it covers, then a line a prompt,
-flushed to the disk as soon as the prompt is done. Another drafter, other settings or other prompts have another
-fingerprint and so another file: results are never mixed. A line cut by a crash is dropped and measured again.
+flushed to the disk as soon as the prompt is done. Further ranks of a job write ``results-<fingerprint>.rank<n>.jsonl``.
+Another drafter, other settings or other prompts have another fingerprint and so another file: results are never mixed.
+A line cut by a crash is dropped and measured again.
 """
 
 from __future__ import annotations
@@ -73,24 +74,30 @@ class ResultsFile:
     Args:
         folder: eval.output_dir; made if missing.
         covered: all that shapes a result, as JSON values. Its hash is the fingerprint.
+        rank: which of the job's files this process appends to; all are read.
 
     Raises:
         ConfigError: a file of this name with another content than this writer's.
     """
 
-    def __init__(self, folder: Path, covered: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, covered: dict[str, Any], *, rank: int = 0) -> None:
         self.fingerprint = sha256_json(covered)
-        self.path = folder / f"results-{self.fingerprint[:12]}.jsonl"
+        stem = f"results-{self.fingerprint[:12]}"
+        self.path = folder / (f"{stem}.rank{rank}.jsonl" if rank else f"{stem}.jsonl")
         self.records: dict[str, PromptRecord] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            self._load()
-        else:
+        if not self.path.exists():
             header = json.dumps({"fingerprint": self.fingerprint, "covers": covered}, ensure_ascii=False)
             atomic_write_bytes(self.path, header.encode() + b"\n")
+        self.reload()
 
-    def _load(self) -> None:
-        content = self.path.read_bytes()
+    def reload(self) -> None:
+        """Read the files of all ranks. No other rank may be appending."""
+        for path in sorted(self.path.parent.glob(f"results-{self.fingerprint[:12]}*.jsonl")):
+            self._load(path)
+
+    def _load(self, path: Path) -> None:
+        content = path.read_bytes()
         whole, newline, torn = content.rpartition(b"\n")
         lines = whole.split(b"\n")
         try:
@@ -101,13 +108,12 @@ class ResultsFile:
                 self.records[record.prompt_id] = record
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{self.path}: not readable as results of this evaluation ({error}). Move the file away and run again."
+                f"{path}: not readable as results of this evaluation ({error}). Move the file away and run again."
             ) from error
         if torn:
-            logger.warning(
-                "%s: its last line was cut short and is dropped; that prompt is measured again", self.path.name
-            )
-            atomic_write_bytes(self.path, whole + newline)
+            logger.warning("%s: its last line was cut short and is dropped; that prompt is measured again", path.name)
+            if path == self.path:
+                atomic_write_bytes(path, whole + newline)
 
     def append(self, record: PromptRecord) -> None:
         """Add a prompt's result; on the disk when this returns."""

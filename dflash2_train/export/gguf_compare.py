@@ -108,7 +108,9 @@ def captured_rows(root: Path, shape: DrafterShape, *, num_blocks: int) -> list[P
             )
         )
     if not rows:
-        raise GgufError(f"{root}: no sample has two supervised tokens after a first one. Use export.gguf.compare_on=random.")
+        raise GgufError(
+            f"{root}: no sample has two supervised tokens after a first one. Use export.gguf.compare_on=random."
+        )
     return rows
 
 

@@ -27,7 +27,7 @@ from dflash2_train.export.gguf_text import readme_text, table_lines
 from dflash2_train.export.gguf_tokenizer import add_tokenizer
 from dflash2_train.export.gguf_types import GgufError, gguf_package
 from dflash2_train.export.gguf_write import file_bits_per_value, write_gguf
-from dflash2_train.export.payload import CONFIG, GGUF_RECORD, MASK, TOOL, WEIGHTS, read_json
+from dflash2_train.export.payload import CONFIG, GGUF_RECORD, MASK, TOOL, read_json
 from dflash2_train.export.run import export_checkpoint
 from dflash2_train.provenance import (
     atomic_write_json,
@@ -121,7 +121,7 @@ def source_record(folder: DrafterFolder, config: RunConfig) -> dict[str, Any]:
         raise GgufError(f"export.gguf.tokenizer_from={copied}: no such file. Name a GGUF of the target.")
     papers = {name: sha256_file(folder.folder / name) for name in (CONFIG, MASK) if (folder.folder / name).exists()}
     return {
-        "drafter": {**papers, WEIGHTS: folder.weights_sha256},
+        "drafter": {**papers, **folder.weights_hashes},
         "target_hash": hash_model_folder(target),
         "tokenizer_hash": hash_tokenizer_files(target),
         "template_hash": hash_chat_template(target),

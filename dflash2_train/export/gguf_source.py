@@ -23,15 +23,15 @@ from dflash2_train.export.payload import (
     CONFIG,
     MASK,
     PLAIN_DTYPES,
-    WEIGHTS,
     read_header,
     read_json,
     read_mask_embedding,
     tensor_faults,
 )
+from dflash2_train.export.weight_files import WeightFiles
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
-from dflash2_train.provenance import sha256_file
+from dflash2_train.provenance import sha256_file, sha256_json
 from dflash2_train.target import TargetTensors
 
 
@@ -98,8 +98,8 @@ class DrafterFolder:
     """A published drafter: ours, or anybody's in that layout.
 
     Args:
-        folder: with ``config.json`` and ``model.safetensors``; ``mask_embedding.pt`` where the drafter has a learned
-            mask vector. Beside the 6 + 15 L tensors the weights may hold ``embed_tokens.weight`` and
+        folder: with ``config.json`` and weights, in one file or in shards; ``mask_embedding.pt`` where the drafter has
+            a learned mask vector. Beside the 6 + 15 L tensors the weights may hold ``embed_tokens.weight`` and
             ``lm_head.weight``.
 
     Raises:
@@ -112,22 +112,28 @@ class DrafterFolder:
         try:
             self.config: dict[str, Any] = read_json(self.folder / CONFIG)
             self.shape = DrafterShape.from_published(self.config)
-            self.header = read_header(self.folder / WEIGHTS)
+            self.weights = WeightFiles(self.folder)
             self.mask = self._read_mask()
         except ValueError as error:
             raise GgufError(f"{self.folder}: no drafter that can be converted: {error}") from error
         table = (self.shape.vocab_size, self.shape.hidden_size)
-        optional = {name: table for name in (EMBEDDING, HEAD) if name in self.header}
+        optional = {name: table for name in (EMBEDDING, HEAD) if name in self.weights.header}
         self.expected = {**Drafter.expected_tensors(self.shape), **optional}
-        faults = tensor_faults(self.header, self.expected) + shape_faults(self.shape)
+        faults = tensor_faults(self.weights.header, self.expected) + shape_faults(self.shape)
         if faults:
             listed = "\n  ".join(faults)
             raise GgufError(f"{self.folder}: no drafter that llama.cpp could load:\n  {listed}")
 
     @cached_property
+    def weights_hashes(self) -> dict[str, str]:
+        """Name -> hex sha256 of every weights file."""
+        return {path.name: sha256_file(path) for path in self.weights.paths}
+
+    @property
     def weights_sha256(self) -> str:
-        """Hex sha256 of the weights file."""
-        return sha256_file(self.folder / WEIGHTS)
+        """Hex sha256 of the weights: of the one file, or of the list of hashes of several."""
+        hashes = self.weights_hashes
+        return next(iter(hashes.values())) if len(hashes) == 1 else sha256_json(hashes)
 
     def _read_mask(self) -> Tensor | None:
         """The learned mask vector [H]; None where there is no file, so that the target's own row is meant."""
@@ -138,7 +144,7 @@ class DrafterFolder:
 
     def source(self, name: str) -> SourceTensor:
         """A tensor of the weights by its published name."""
-        return SourceTensor(path=self.folder / WEIGHTS, key=name, shape=tuple(self.expected[name]))
+        return SourceTensor(path=self.weights.path_of(name), key=name, shape=tuple(self.expected[name]))
 
     def embedding(self, target: TargetConfig, choice: str) -> SourceTensor | None:
         """The table for ``token_embd.weight``, the learned mask vector in its row; None = none is written.
@@ -147,10 +153,10 @@ class DrafterFolder:
             target: whose table is taken where the folder brings none along.
             choice: ``export.gguf.embedding``.
         """
-        wanted = choice == "own" or (choice == "auto" and (self.mask is not None or EMBEDDING in self.header))
+        wanted = choice == "own" or (choice == "auto" and (self.mask is not None or EMBEDDING in self.weights.header))
         if not wanted:
             return None
-        stored = self.source(EMBEDDING) if EMBEDDING in self.header else _target_embedding(target, self.shape)
+        stored = self.source(EMBEDDING) if EMBEDDING in self.weights.header else _target_embedding(target, self.shape)
         if self.mask is None:
             return stored
         return SourceTensor(

@@ -68,6 +68,14 @@ class WeightFiles:
                 f"{' …' if len(wrong) > 5 else ''}. Readers of the index miss tensors; export the drafter again."
             )
 
+    def path_of(self, name: str) -> Path:
+        """The file that holds a tensor.
+
+        Raises:
+            KeyError: there is no such tensor.
+        """
+        return self._path[name]
+
     def __getitem__(self, name: str) -> Tensor:
         """The tensor as stored, a copy of its own on the CPU.
 
@@ -75,7 +83,7 @@ class WeightFiles:
             KeyError: there is no such tensor.
             ValueError: its file went away or was damaged meanwhile.
         """
-        return read_tensor(self._path[name], name)
+        return read_tensor(self.path_of(name), name)
 
 
 def read_tensor(path: Path, name: str) -> Tensor:

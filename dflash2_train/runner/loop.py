@@ -1,190 +1,52 @@
-"""Speculative decoding of one prompt, and plain decoding by the same means as its baseline.
+"""Speculative decoding of a batch of prompts, and plain decoding by the same means as its baseline.
 
-    prefill: target over the prompt -> first token; prompt taps -> drafter context
-    round:   draft K tokens after the anchor -> target over [anchor, drafts] -> verdict: m accepted + 1 of its own
-             -> target cache cut to the anchor and the m accepted -> their m + 1 taps -> drafter context
+    prefill: target over each prompt -> first token; the prompt's taps -> drafter context
+    round:   draft K tokens after every anchor -> target over [anchor, drafts] -> verdict: m accepted + 1 of its own
+             -> the anchor and the m accepted stay in the target's cache, their m + 1 taps enter the drafter context
 
-Between rounds, with the anchor at position a, both the target's cache and the drafter's context hold the a tokens
-before it. Nothing outlives a call. Output is the target's own: equal to plain greedy decoding token for token (exactly
-so in float32, up to rounding of near ties otherwise), or distributed as plain sampling.
+Rows have their own lengths and accept their own number of drafts; nothing is padded, and a row's greedy output is the
+one that it has alone. Between rounds, with a row's anchor at position a, both the target's cache and the drafter's
+context hold the a tokens before it. Nothing outlives a call. Output is the target's own: equal to plain greedy decoding
+token for token (exactly so in float32, up to rounding of near ties otherwise), or distributed as plain sampling.
 
 Counting: a round's ``num_accepted`` is what the target verified, *before* a stop token or the length limit cuts the
 output, which is how servers count; ``num_emitted`` is what reached the output after the cut.
+
+Letters: B rows, K drafted, V vocabulary.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dflash2_train.config import ConfigError
 from dflash2_train.model.drafter import Drafter
+from dflash2_train.runner.outcome import Clock, GenerationResult, Round, RowOutput
 from dflash2_train.runner.propose import DraftProposer, Proposal, Proposer
-from dflash2_train.runner.target_session import TargetSession
-from dflash2_train.runner.verify import Verdict, sample_ids, target_probabilities, verify_greedy, verify_sampled
-
-DRAFT_SAMPLING = ("argmax", "selector")
-STOP, LENGTH = "stop", "length"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeSettings:
-    """How one prompt is decoded. The same settings serve the speculative and the plain path."""
-
-    max_new_tokens: int
-    num_drafted: int  # K; unused by plain decoding
-    stop_ids: frozenset[int]  # every id of a list-valued EOS; the stop token itself is part of the output
-    temperature: float = 0.0  # 0 = greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 = off
-    draft_sampling: str = "argmax"  # argmax: one-hot q; selector: paths sampled with their true q
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens}: must be at least 1.")
-        if self.num_drafted < 1:
-            raise ValueError(f"num_drafted={self.num_drafted}: must be at least 1. Use plain_decode for none.")
-        if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature}: must be at least 0.")
-        if self.draft_sampling not in DRAFT_SAMPLING:
-            raise ValueError(f"draft_sampling={self.draft_sampling!r}: must be one of {DRAFT_SAMPLING}.")
-
-    @property
-    def draft_temperature(self) -> float:
-        """Temperature of the selector's walk; 0 proposes the argmax path."""
-        return self.temperature if self.draft_sampling == "selector" else 0.0
+from dflash2_train.runner.settings import DecodeSettings
+from dflash2_train.runner.target_session import TargetSession, open_session
+from dflash2_train.runner.verify import (
+    DraftDistribution,
+    Verdict,
+    sample_ids,
+    target_probabilities,
+    verify_greedy,
+    verify_sampled,
+)
 
 
-class Round(NamedTuple):
-    """One verification."""
+class Emission(NamedTuple):
+    """Tokens that one row gained: its first, or those of one round."""
 
-    num_proposed: int
-    num_accepted: int  # as verified, before a stop cuts the output
-    num_emitted: int  # tokens that this round added to the output, 1..num_accepted + 1
-
-
-@dataclass(kw_only=True)
-class Timings:
-    """Seconds by part. Plain decoding fills prefill, verify (its forwards) and sample."""
-
-    prefill: float = 0.0  # target over the prompt, up to and with the first token
-    context: float = 0.0  # drafter context, the prompt's included
-    draft: float = 0.0
-    verify: float = 0.0
-    sample: float = 0.0  # acceptance rule and bookkeeping of the output
-
-    @property
-    def decode(self) -> float:
-        """Everything after the first token, the drafter's view of the prompt included."""
-        return self.context + self.draft + self.verify + self.sample
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationResult:
-    """What a call produced."""
-
-    token_ids: list[int]  # at most max_new_tokens; ends with the first stop token if there was one
-    finish_reason: str  # stop | length
-    rounds: list[Round] = field(default_factory=list)  # empty for plain decoding
-    timings: Timings
-
-
-class _Clock:
-    """Adds the time since the last reading to one part of :class:`Timings`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.timings = Timings()
-        self._synchronize = device.type == "cuda"
-        self._last = self._now()
-
-    def _now(self) -> float:
-        if self._synchronize:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def charge(self, part: str) -> None:
-        now = self._now()
-        setattr(self.timings, part, getattr(self.timings, part) + now - self._last)
-        self._last = now
-
-
-class _Output:
-    """The tokens so far and the one rule by which both paths stop."""
-
-    def __init__(self, settings: DecodeSettings) -> None:
-        self.token_ids: list[int] = []
-        self.finish_reason: str | None = None
-        self._limit = settings.max_new_tokens
-        self._stop_ids = settings.stop_ids
-
-    def extend(self, ids: Sequence[int]) -> int:
-        """Add tokens up to the first stop token or the limit; returns how many were added."""
-        for added, token in enumerate(ids, start=1):
-            self.token_ids.append(token)
-            if token in self._stop_ids:
-                self.finish_reason = STOP
-            elif len(self.token_ids) == self._limit:
-                self.finish_reason = LENGTH
-            if self.finish_reason is not None:
-                return added
-        return len(ids)
-
-
-def _check_prompt(prompt_ids: Sequence[int]) -> None:
-    if not prompt_ids:
-        raise ValueError("prompt_ids is empty: decoding starts from at least one token.")
-
-
-def _next_id(logits: Tensor, settings: DecodeSettings, generator: torch.Generator | None) -> int:
-    """The target's own next token after one row of logits [1, V]."""
-    if settings.temperature == 0:
-        return int(logits.argmax(dim=-1))
-    return int(sample_ids(_probabilities(logits, settings), generator))
-
-
-def _probabilities(logits: Tensor, settings: DecodeSettings) -> Tensor:
-    return target_probabilities(logits, temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k)
-
-
-def _verify(proposal: Proposal, logits: Tensor, settings: DecodeSettings, generator: torch.Generator | None) -> Verdict:
-    if settings.temperature == 0:
-        return verify_greedy(proposal.draft_ids, logits)
-    return verify_sampled(proposal.draft_ids, proposal.distribution, _probabilities(logits, settings), generator)
-
-
-@torch.inference_mode()
-def plain_decode(
-    target_model: PreTrainedModel,
-    prompt_ids: Sequence[int],
-    settings: DecodeSettings,
-    generator: torch.Generator | None = None,
-) -> GenerationResult:
-    """Decode without a drafter, one target forward a token.
-
-    Raises:
-        ValueError: an empty prompt.
-        ConfigError: a target whose cache is not supported.
-    """
-    _check_prompt(prompt_ids)
-    device = target_model.device
-    output = _Output(settings)
-    with TargetSession(target_model) as session:
-        clock = _Clock(device)
-        rows = session.forward(torch.tensor(prompt_ids, device=device), num_logit_rows=1)
-        output.extend([_next_id(rows.logits, settings, generator)])
-        clock.charge("prefill")
-        while output.finish_reason is None:
-            rows = session.forward(torch.tensor(output.token_ids[-1:], device=device), num_logit_rows=1)
-            clock.charge("verify")
-            output.extend([_next_id(rows.logits, settings, generator)])
-            clock.charge("sample")
-    return GenerationResult(token_ids=output.token_ids, finish_reason=output.finish_reason, timings=clock.timings)
+    row: int  # place of the prompt in the batch
+    token_ids: list[int]
+    finish_reason: str | None  # None = the row goes on
 
 
 def generate(
@@ -194,79 +56,297 @@ def generate(
     settings: DecodeSettings,
     generator: torch.Generator | None = None,
 ) -> GenerationResult:
-    """Decode one prompt speculatively.
+    """Decode one prompt speculatively; :func:`generate_batch` with one row."""
+    return generate_batch(target_model, drafter, [prompt_ids], settings, generator)[0]
+
+
+def generate_batch(
+    target_model: PreTrainedModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    settings: DecodeSettings,
+    generator: torch.Generator | None = None,
+) -> list[GenerationResult]:
+    """Decode prompts of any lengths speculatively, all at once.
 
     Args:
-        target_model: Hugging Face causal language model, evaluation mode, full attention throughout.
-        drafter: a drafter trained for it, in the same dtype and on the same device.
-        prompt_ids: at least one token.
+        target_model: Hugging Face causal language model in evaluation mode; full, sliding, indexed and recurrent
+            layers, on one device or spread by accelerate.
+        drafter: a drafter trained for it, in the same dtype.
+        prompts: token ids, at least one each.
         settings: K and the stop rule; greedy or sampled.
-        generator: all randomness of the call, on the models' device; None uses torch's global one.
+        generator: all randomness of the call, on the target's device; None uses torch's global one.
+
+    Returns:
+        a result a prompt, in their order; the timings are the batch's.
 
     Raises:
-        ValueError: an empty prompt.
-        ConfigError: K beyond the drafter's block, positions beyond its limit, dtypes that differ, or a target whose
-            cache is not supported.
+        ValueError: no prompt, or an empty one.
+        ConfigError: K beyond the drafter's block, positions beyond its limit, a drafter of another vocabulary or
+            dtype, or a target whose cache can't be rolled back.
     """
-    _check_prompt(prompt_ids)
-    # The last anchor stands at most one before the last token, and its block reaches K further.
-    capacity = len(prompt_ids) + settings.max_new_tokens
-    limit = drafter.shape.max_position_embeddings
-    if capacity + settings.num_drafted > limit:
-        raise ConfigError(
-            f"{len(prompt_ids)} prompt + {settings.max_new_tokens} new + {settings.num_drafted} drafted tokens exceed "
-            f"the drafter's max_position_embeddings={limit}. Lower max_new_tokens or shorten the prompt."
-        )
-    proposer = DraftProposer(
-        drafter,
-        embedding_weight=target_model.get_input_embeddings().weight,
-        head_weight=target_model.get_output_embeddings().weight,
-        num_drafted=settings.num_drafted,
-        capacity=capacity,
-        temperature=settings.draft_temperature,
-        generator=generator,
-    )
-    return speculate(target_model, proposer, drafter.shape.target_layer_ids, prompt_ids, settings, generator)
+    proposer = _open_proposer(target_model, drafter, prompts, settings, generator)
+    outputs, clock = _new_outputs(prompts, settings), Clock(target_model.device)
+    taps = drafter.shape.target_layer_ids
+    return _drain(speculate(target_model, proposer, taps, prompts, settings, generator, outputs, clock), outputs, clock)
+
+
+def stream(
+    target_model: PreTrainedModel,
+    drafter: Drafter,
+    prompt_ids: Sequence[int],
+    settings: DecodeSettings,
+    generator: torch.Generator | None = None,
+) -> Iterator[list[int]]:
+    """The tokens of :func:`generate` as they are accepted: one list a round, the first with one token.
+
+    Nothing runs before the first item is asked for; an iterator that is left early frees its caches when closed.
+    Errors as :func:`generate_batch`, raised on the first item.
+    """
+    proposer = _open_proposer(target_model, drafter, [prompt_ids], settings, generator)
+    taps = drafter.shape.target_layer_ids
+    outputs, clock = _new_outputs([prompt_ids], settings), Clock(target_model.device)
+    emissions = speculate(target_model, proposer, taps, [prompt_ids], settings, generator, outputs, clock)
+    with closing(emissions):
+        for emission in emissions:
+            yield emission.token_ids
+
+
+def plain_decode(
+    target_model: PreTrainedModel,
+    prompt_ids: Sequence[int],
+    settings: DecodeSettings,
+    generator: torch.Generator | None = None,
+) -> GenerationResult:
+    """Decode one prompt without a drafter, one target forward a token. Errors as :func:`plain_decode_batch`."""
+    return plain_decode_batch(target_model, [prompt_ids], settings, generator)[0]
+
+
+def plain_decode_batch(
+    target_model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    settings: DecodeSettings,
+    generator: torch.Generator | None = None,
+) -> list[GenerationResult]:
+    """Decode without a drafter.
+
+    Raises:
+        ValueError: no prompt, or an empty one.
+        ConfigError: a target whose cache is not supported.
+    """
+    outputs, clock = _new_outputs(prompts, settings), Clock(target_model.device)
+    return _drain(speculate(target_model, None, (), prompts, settings, generator, outputs, clock), outputs, clock)
 
 
 @torch.inference_mode()
 def speculate(
     target_model: PreTrainedModel,
-    proposer: Proposer,
-    taps: Collection[int],
-    prompt_ids: Sequence[int],
+    proposer: Proposer | None,
+    taps: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     settings: DecodeSettings,
-    generator: torch.Generator | None = None,
-) -> GenerationResult:
-    """The loop of :func:`generate` with any :class:`Proposer` that knows nothing of the prompt yet."""
-    _check_prompt(prompt_ids)
-    device = target_model.device
-    output = _Output(settings)
-    rounds: list[Round] = []
-    with TargetSession(target_model, tuple(taps)) as session:
-        clock = _Clock(device)
-        rows = session.forward(torch.tensor(prompt_ids, device=device), num_logit_rows=1)
-        output.extend([_next_id(rows.logits, settings, generator)])
+    generator: torch.Generator | None,
+    outputs: Sequence[RowOutput],
+    clock: Clock,
+) -> Generator[Emission]:
+    """The loop of all of the above, with any :class:`Proposer` that knows nothing of the prompts yet.
+
+    Args:
+        target_model: see :func:`generate_batch`.
+        proposer: None decodes plainly.
+        taps: layers whose output the proposer is fed, ascending.
+        prompts: token ids.
+        settings: see :class:`DecodeSettings`.
+        generator: source of randomness.
+        outputs: an empty output a prompt; filled on the way.
+        clock: charged on the way; the caller's time between two items is left out.
+    """
+    session = open_session(
+        target_model,
+        num_rows=len(prompts),
+        capacity=_capacity(prompts, settings),
+        taps=taps,
+        static=settings.static_cache,
+        compiled=settings.compile_target,
+    )
+    with session:
+        clock.skip()
+        for emission in _first_tokens(session, proposer, prompts, outputs, settings, generator, clock):
+            yield emission
+            clock.skip()
+        live = _drop_finished(session, proposer, list(outputs))
+        while any(row.finish_reason is None for row in live):
+            for emission in _one_round(session, proposer, live, settings, generator, clock):
+                yield emission
+            clock.skip()
+            live = _drop_finished(session, proposer, live)
+
+
+def _first_tokens(
+    session: TargetSession,
+    proposer: Proposer | None,
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[RowOutput],
+    settings: DecodeSettings,
+    generator: torch.Generator | None,
+    clock: Clock,
+) -> Iterator[Emission]:
+    """Prefill every prompt, unpadded, and draw its first token."""
+    for output, prompt in zip(outputs, prompts, strict=True):
+        rows = session.prefill(output.row, torch.tensor(prompt, device=session.device))
+        first = int(_own_ids(rows.logits[:, -1], settings, generator))
+        output.extend([first])
         clock.charge("prefill")
-        if output.finish_reason is None:
-            proposer.observe(rows.tap_hidden)
+        if proposer is not None and (output.finish_reason is None or session.static):
+            proposer.start(output.row, rows.tap_hidden[0])
             clock.charge("context")
-        while output.finish_reason is None:
-            anchor_id, anchor_position = output.token_ids[-1], session.length
-            proposal = proposer.propose(anchor_id, anchor_position)
-            block_ids = torch.cat([torch.tensor([anchor_id], device=device), proposal.draft_ids])  # [K + 1]
-            clock.charge("draft")
-            rows = session.forward(block_ids, num_logit_rows=block_ids.shape[0])
-            clock.charge("verify")
-            verdict = _verify(proposal, rows.logits, settings, generator)
-            accepted_ids = proposal.draft_ids[: verdict.num_accepted].tolist()
-            num_emitted = output.extend([*accepted_ids, verdict.next_id])
-            rounds.append(Round(proposal.draft_ids.shape[0], verdict.num_accepted, num_emitted))
-            session.crop(anchor_position + verdict.num_accepted + 1)  # the anchor and the accepted drafts
-            clock.charge("sample")
-            if output.finish_reason is None:
-                proposer.observe(rows.tap_hidden[: verdict.num_accepted + 1])
-                clock.charge("context")
-    return GenerationResult(
-        token_ids=output.token_ids, finish_reason=output.finish_reason, rounds=rounds, timings=clock.timings
+        yield Emission(output.row, [first], output.finish_reason)
+
+
+def _one_round(
+    session: TargetSession,
+    proposer: Proposer | None,
+    live: Sequence[RowOutput],
+    settings: DecodeSettings,
+    generator: torch.Generator | None,
+    clock: Clock,
+) -> list[Emission]:
+    """Draft, verify and commit one block in every live row. A finished row of a static cache stands still."""
+    anchor_ids = [row.token_ids[-1] for row in live]
+    block_ids = torch.tensor(anchor_ids, device=session.device)[:, None]  # [B, 1]
+    proposal = None
+    if proposer is not None:
+        proposal = proposer.propose(anchor_ids, session.lengths)
+        block_ids = torch.cat([block_ids, proposal.draft_ids.to(session.device)], dim=1)  # [B, K + 1]
+        clock.charge("draft")
+    rows = session.forward(block_ids)
+    clock.charge("verify")
+    verdict = _verify(proposal, block_ids, rows.logits, settings, generator)
+    emissions, num_kept = _book(live, block_ids[:, 1:], verdict)
+    session.commit(num_kept)
+    clock.charge("sample")
+    if proposer is not None and any(row.finish_reason is None for row in live):
+        proposer.observe(rows.tap_hidden, num_kept)
+        clock.charge("context")
+    return emissions
+
+
+def _verify(
+    proposal: Proposal | None,
+    block_ids: Tensor,
+    logits: Tensor,
+    settings: DecodeSettings,
+    generator: torch.Generator | None,
+) -> Verdict:
+    draft_ids = block_ids[:, 1:].to(logits.device)
+    if settings.temperature == 0:
+        return verify_greedy(draft_ids, logits)
+    if proposal is None:
+        next_ids = _own_ids(logits[:, 0], settings, generator)
+        return Verdict(torch.zeros_like(next_ids), next_ids)
+    draft = proposal.distribution
+    if draft is not None:
+        draft = DraftDistribution(draft.candidate_ids.to(logits.device), draft.probabilities.to(logits.device))
+    return verify_sampled(draft_ids, draft, _probabilities(logits, settings), generator)
+
+
+def _book(live: Sequence[RowOutput], draft_ids: Tensor, verdict: Verdict) -> tuple[list[Emission], list[int]]:
+    """Write the verdict into the outputs; returns what was emitted and the tokens of each block that stay."""
+    emissions, num_kept = [], []
+    accepted, following = verdict.num_accepted.tolist(), verdict.next_ids.tolist()
+    for row, drafts, num_accepted, next_id in zip(live, draft_ids.tolist(), accepted, following, strict=True):
+        if row.finish_reason is not None:
+            num_kept.append(0)
+            continue
+        new_ids = [*drafts[:num_accepted], next_id]
+        num_emitted = row.extend(new_ids)
+        if drafts:
+            row.rounds.append(Round(len(drafts), num_accepted, num_emitted))
+        num_kept.append(num_accepted + 1)  # the anchor and the accepted drafts
+        emissions.append(Emission(row.row, new_ids[:num_emitted], row.finish_reason))
+    return emissions, num_kept
+
+
+def _drop_finished(session: TargetSession, proposer: Proposer | None, live: list[RowOutput]) -> list[RowOutput]:
+    """Take finished rows out of both caches, unless nobody is left or the shapes must stay."""
+    going = [index for index, row in enumerate(live) if row.finish_reason is None]
+    if not going or len(going) == len(live) or session.static:
+        return live
+    session.keep_rows(going)
+    if proposer is not None:
+        proposer.keep_rows(going)
+    return [live[index] for index in going]
+
+
+def _own_ids(logits: Tensor, settings: DecodeSettings, generator: torch.Generator | None) -> Tensor:
+    """The target's own next tokens after rows of logits [B, V]: [B]."""
+    if settings.temperature == 0:
+        return logits.argmax(dim=-1)
+    return sample_ids(_probabilities(logits, settings), generator)
+
+
+def _probabilities(logits: Tensor, settings: DecodeSettings) -> Tensor:
+    return target_probabilities(
+        logits,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+    )
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]]) -> None:
+    if not prompts:
+        raise ValueError("prompts is empty: decoding starts from at least one prompt.")
+    if not all(len(prompt) for prompt in prompts):
+        raise ValueError("prompt_ids is empty: decoding starts from at least one token.")
+
+
+def _new_outputs(prompts: Sequence[Sequence[int]], settings: DecodeSettings) -> list[RowOutput]:
+    _check_prompts(prompts)
+    return [RowOutput(row, settings) for row in range(len(prompts))]
+
+
+def _drain(emissions: Iterator[Emission], outputs: Sequence[RowOutput], clock: Clock) -> list[GenerationResult]:
+    for _ in emissions:
+        pass
+    return [output.result(clock.timings) for output in outputs]
+
+
+def _capacity(prompts: Sequence[Sequence[int]], settings: DecodeSettings) -> int:
+    """Places a row needs: the last anchor stands at most one before the last token, its block reaches K further."""
+    return max(len(prompt) for prompt in prompts) + settings.max_new_tokens + settings.num_drafted
+
+
+def _open_proposer(
+    target_model: PreTrainedModel,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    settings: DecodeSettings,
+    generator: torch.Generator | None,
+) -> DraftProposer:
+    _check_prompts(prompts)
+    limit, capacity = drafter.shape.max_position_embeddings, _capacity(prompts, settings)
+    if capacity > limit:
+        raise ConfigError(
+            f"{capacity - settings.max_new_tokens - settings.num_drafted} prompt + {settings.max_new_tokens} new + "
+            f"{settings.num_drafted} drafted tokens exceed the drafter's max_position_embeddings={limit}. Lower "
+            "max_new_tokens or shorten the prompt."
+        )
+    head: nn.Module = target_model.get_output_embeddings()
+    embedding_weight: Tensor = target_model.get_input_embeddings().weight
+    if embedding_weight.shape[0] != drafter.shape.vocab_size:
+        raise ConfigError(
+            f"the target has {embedding_weight.shape[0]} embedding rows, the drafter a vocabulary of "
+            f"{drafter.shape.vocab_size}: it was made for another target."
+        )
+    return DraftProposer(
+        drafter,
+        embedding_weight=embedding_weight,
+        head=head,
+        num_drafted=settings.num_drafted,
+        num_rows=len(prompts),
+        capacity=capacity,
+        temperature=settings.draft_temperature,
+        generator=generator,
     )

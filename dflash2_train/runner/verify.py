@@ -16,7 +16,7 @@ Letters: N independent rows, K drafted tokens, V vocabulary, C candidates. Proba
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from typing import NamedTuple
 
 import torch
@@ -25,12 +25,11 @@ from torch import Tensor
 NUCLEUS_SIZE = 512  # tokens tried first for top-p
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What one verification commits: the first ``num_accepted`` drafted tokens, then ``next_id``."""
+class Verdict(NamedTuple):
+    """What one verification commits in every row: the first ``num_accepted`` drafted tokens, then ``next_ids``."""
 
-    num_accepted: int  # 0..K
-    next_id: int
+    num_accepted: Tensor  # [N] int64, 0..K
+    next_ids: Tensor  # [N] int64
 
 
 class DraftDistribution(NamedTuple):
@@ -40,14 +39,17 @@ class DraftDistribution(NamedTuple):
     probabilities: Tensor  # [..., K, C] float32, each slot sums to 1
 
 
-def target_probabilities(logits: Tensor, *, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Tensor:
-    """The distribution that the target samples from: temperature, then top-k, then top-p.
+def target_probabilities(
+    logits: Tensor, *, temperature: float, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
+) -> Tensor:
+    """The distribution that the target samples from: temperature, then min-p, then top-k, then top-p, as vLLM does.
 
     Args:
         logits: [..., V], any floating dtype.
         temperature: above 0; greedy decoding has no distribution, use :func:`verify_greedy`.
         top_p: the smallest set of most likely tokens whose mass reaches it is kept, in (0, 1]; 1 = off.
         top_k: tokens kept at most; 0 = off.
+        min_p: tokens of less than this share of the best token's probability are dropped, in [0, 1); 0 = off.
 
     Returns:
         [..., V] float32, rows sum to 1.
@@ -61,7 +63,11 @@ def target_probabilities(logits: Tensor, *, temperature: float, top_p: float = 1
         raise ValueError(f"top_p={top_p}: must lie in (0, 1]. Use 1.0 for off.")
     if top_k < 0:
         raise ValueError(f"top_k={top_k}: must be 0 (off) or positive. Use 0.")
+    if not 0 <= min_p < 1:
+        raise ValueError(f"min_p={min_p}: must lie in [0, 1). Use 0.0 for off.")
     scores = logits.float() / temperature  # [..., V]
+    if min_p > 0:
+        scores = scores.masked_fill(scores < scores.amax(dim=-1, keepdim=True) + math.log(min_p), float("-inf"))
     if 0 < top_k < scores.shape[-1]:
         kept = scores.topk(top_k, dim=-1)
         scores = torch.full_like(scores, float("-inf")).scatter(-1, kept.indices, kept.values)
@@ -95,23 +101,23 @@ def verify_greedy(draft_ids: Tensor, target_logits: Tensor) -> Verdict:
     """Keep the prefix that plain greedy decoding would have written.
 
     Args:
-        draft_ids: [K] int64.
-        target_logits: [K + 1, V]; row i is the target's prediction after the anchor and i drafted tokens.
+        draft_ids: [N, K] int64.
+        target_logits: [N, K + 1, V]; row i is the target's prediction after the anchor and i drafted tokens.
             Ties go the way of ``torch.argmax``, as they do in plain decoding.
     """
-    chosen = target_logits.argmax(dim=-1)  # [K + 1]
-    agrees = draft_ids == chosen[:-1]  # [K]
-    num_accepted = int(agrees.int().cumprod(dim=0).sum())
-    return Verdict(num_accepted=num_accepted, next_id=int(chosen[num_accepted]))
+    chosen = target_logits.argmax(dim=-1)  # [N, K + 1]
+    agrees = draft_ids == chosen[:, :-1]  # [N, K]
+    num_accepted = agrees.long().cumprod(dim=-1).sum(dim=-1)  # [N]
+    return Verdict(num_accepted, chosen.gather(-1, num_accepted[:, None]).squeeze(-1))
 
 
-def verify_sampled_rows(
+def verify_sampled(
     draft_ids: Tensor,
     draft: DraftDistribution | None,
     target_probs: Tensor,
     generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Lossless rejection sampling for N independent rows.
+) -> Verdict:
+    """Lossless rejection sampling.
 
     Args:
         draft_ids: [N, K] int64.
@@ -119,9 +125,6 @@ def verify_sampled_rows(
             drafted; None means argmax proposals (one-hot q).
         target_probs: [N, K + 1, V] float32, row i given the anchor and i drafted tokens.
         generator: source of all randomness, on the tensors' device.
-
-    Returns:
-        num_accepted [N] int64 in 0..K, and next_ids [N] int64.
     """
     num_rows, num_drafted = draft_ids.shape
     p = target_probs[:, :-1].gather(-1, draft_ids[..., None]).squeeze(-1)  # [N, K, 1] -> [N, K]
@@ -147,16 +150,4 @@ def verify_sampled_rows(
     residual = final.scatter_add(-1, rejected_ids, -rejected_mass).clamp_min(0)
     # p == q up to rounding leaves no residual; then any draw from p is right.
     residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, final)
-    return num_accepted, sample_ids(residual, generator)
-
-
-def verify_sampled(
-    draft_ids: Tensor,
-    draft: DraftDistribution | None,
-    target_probs: Tensor,
-    generator: torch.Generator | None = None,
-) -> Verdict:
-    """:func:`verify_sampled_rows` for one row: [K], ([K, C], [K, C]) or None, [K + 1, V]."""
-    batched = None if draft is None else DraftDistribution(draft.candidate_ids[None], draft.probabilities[None])
-    num_accepted, next_ids = verify_sampled_rows(draft_ids[None], batched, target_probs[None], generator)
-    return Verdict(num_accepted=int(num_accepted[0]), next_id=int(next_ids[0]))
+    return Verdict(num_accepted, sample_ids(residual, generator))

@@ -103,6 +103,7 @@ def main() -> None:
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=measured_export, args=(config, theirs))
         process.start()
+        theirs.close()  # so that a child that fails ends the wait
         result = ours.recv()
         process.join()
         written = next(Path(config.export.output_dir).glob("*.safetensors"))

@@ -1,8 +1,8 @@
 """Time and memory of writing and checking GGUF files of a large drafter: ``python -m tests.bench.bench_gguf``.
 
 Makes a drafter folder of the shape of GLM-5.3-Flash's with random bf16 weights (2.3 GB for five layers; 3.7 GB for the
-eight of the recipe), converts it in a process of its own, and prints a line a type: seconds for writing and for checking,
-and the most memory that was not the mapped files themselves (RssAnon, sampled).
+eight of the recipe), converts it in a process of its own, and prints a line a type: seconds for writing and for
+checking, and the most memory that was not the mapped files themselves (RssAnon, sampled).
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ def make_folder(folder: Path, num_layers: int) -> None:
     shape = replace(GLM_5_LAYERS, num_layers=num_layers, layer_types=("sliding_attention",) * num_layers)
     config = shape.to_published("bfloat16", bos_token_id=None, eos_token_id=[1], pad_token_id=None)
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = {
-        name: torch.randn(size).mul_(0.02).bfloat16() for name, size in Drafter.expected_tensors(shape).items()
-    }
+    tensors = {name: torch.randn(size).mul_(0.02).bfloat16() for name, size in Drafter.expected_tensors(shape).items()}
     save_file(tensors, folder / "model.safetensors")
 
 

@@ -97,7 +97,7 @@ def lean_to_the_targets_text(drafter: Any, model: Any) -> None:
     """Point the mask vector at the tokens that the target writes most, so that some of the random drafts are right."""
     import torch
 
-    from dflash2_train.runner.loop import DecodeSettings, plain_decode
+    from dflash2_train.runner import DecodeSettings, plain_decode
 
     settings = DecodeSettings(max_new_tokens=NEW_TOKENS, num_drafted=3, stop_ids=END_IDS)
     written = Counter(token for prompt in PROMPTS for token in plain_decode(model, prompt, settings).token_ids)
@@ -146,7 +146,7 @@ def test_llama_cpp_accepts_exactly_the_drafts_that_the_runner_does(
     files: dict[str, Any], speculative: list[dict[str, Any]]
 ) -> None:
     from dflash2_train.export.hf import load_drafter
-    from dflash2_train.runner.loop import DecodeSettings, generate
+    from dflash2_train.runner import DecodeSettings, generate
 
     drafter = load_drafter(files["root"] / "drafter", "float32").eval()
     settings = DecodeSettings(max_new_tokens=NEW_TOKENS, num_drafted=3, stop_ids=END_IDS)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from dflash2_train.runner.loop import GenerationResult, generate, plain_decode
+from dflash2_train.runner import GenerationResult, generate, plain_decode
 from tests.cases import tiny_run_config
 from tests.overfitted import Overfitted, overfit
 

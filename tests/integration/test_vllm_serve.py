@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,14 @@ from typing import Any
 import pytest
 import torch
 
-from dflash2_train.config import TargetConfig
 from dflash2_train.export.hf import export_hf, load_drafter
 from dflash2_train.export.weight_files import WeightFiles
 from dflash2_train.model.drafter import Drafter
-from dflash2_train.runner.loop import DecodeSettings, GenerationResult, speculate
+from dflash2_train.runner import DecodeSettings, GenerationResult
 from dflash2_train.runner.propose import DraftProposer, Proposal
 from dflash2_train.target import open_target_config
 from tests.cases import RECORD, tiny_run_config
+from tests.decoding import run_loop
 from tests.overfitted import overfit
 
 pytestmark = [
@@ -68,9 +69,9 @@ class Recording(DraftProposer):
         super().__init__(*arguments, **settings)
         self.blocks: dict[int, tuple[int, list[int]]] = {}
 
-    def propose(self, anchor_id: int, anchor_position: int) -> Proposal:
-        proposal = super().propose(anchor_id, anchor_position)
-        self.blocks[anchor_position] = (anchor_id, proposal.draft_ids.tolist())
+    def propose(self, anchor_ids: Sequence[int], anchor_positions: Sequence[int]) -> Proposal:
+        proposal = super().propose(anchor_ids, anchor_positions)
+        self.blocks[anchor_positions[0]] = (anchor_ids[0], proposal.draft_ids[0].tolist())
         return proposal
 
 
@@ -128,11 +129,11 @@ def run_here(case: Case, drafter: Drafter, model: Any, prompt: list[int]) -> tup
     proposer = Recording(
         drafter,
         embedding_weight=model.get_input_embeddings().weight,
-        head_weight=model.get_output_embeddings().weight,
+        head=model.get_output_embeddings(),
         num_drafted=case.num_proposals,
-        capacity=len(prompt) + case.max_tokens,
+        capacity=len(prompt) + case.max_tokens + case.num_proposals,
     )
-    result = speculate(model, proposer, drafter.shape.target_layer_ids, prompt, settings)
+    result = run_loop(model, proposer, drafter.shape.target_layer_ids, [prompt], settings)[0]
     return result, proposer.blocks
 
 
@@ -147,9 +148,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model = AutoModelForCausalLM.from_pretrained(case.target, dtype=torch.float32).eval()
     drafter = load_drafter(case.drafter, torch.float32).eval()
     runner = [run_here(case, drafter, model, prompt) for prompt in case.prompts]
-    return Served(
-        case=case, plain=plain, drafted=drafted, log=log, model=model, drafter=drafter, runner=runner
-    )
+    return Served(case=case, plain=plain, drafted=drafted, log=log, model=model, drafter=drafter, runner=runner)
 
 
 def test_every_tensor_of_the_export_is_loaded_and_nothing_is_left_unset(served: Served) -> None:

@@ -25,6 +25,7 @@ from dflash2_train.export.gguf_types import GgufError
 from dflash2_train.runner.propose import DraftProposer
 from dflash2_train.target import FrozenHead
 from tests.cases import edit_json, make_drafter
+from tests.drafters import as_head
 from tests.gguf_cases import gguf_config, save_drafter, save_tokenizer
 from tests.tiny_target import save_tiny_llama, write_cache
 
@@ -137,11 +138,11 @@ def test_the_drafts_that_are_compared_are_those_of_the_runner(base: Path, config
         drafted = draft_row(drafter, row, embed, head.head)
         for index, anchor in enumerate(row.anchors.tolist()):
             proposer = DraftProposer(
-                drafter, embedding_weight=head.embedding, head_weight=head.head, num_drafted=3, capacity=64
+                drafter, embedding_weight=head.embedding, head=as_head(head.head), num_drafted=3, capacity=64
             )
-            proposer.observe(row.tap_hidden[:anchor])
-            proposal = proposer.propose(int(row.input_ids[anchor]), anchor)
-            assert drafted.path_ids[index].tolist() == proposal.draft_ids.tolist()
+            proposer.start(0, row.tap_hidden[:anchor])
+            proposal = proposer.propose([int(row.input_ids[anchor])], [anchor])
+            assert drafted.path_ids[index].tolist() == proposal.draft_ids[0].tolist()
 
 
 def test_matched_tokens_end_at_the_first_that_the_data_does_not_have() -> None:

@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import pytest
@@ -144,6 +145,20 @@ def test_a_checkpoint_is_exported_as_folder_first_and_both_say_the_same(
     assert all(torch.equal(tensor, stored[name].float()) for name, tensor in drafter.state_dict().items())
     record = json.loads((folder.with_name("export-gguf") / "gguf.json").read_text())
     assert record["source"]["drafter"]["model.safetensors"] == sha256_file(folder / "model.safetensors")
+
+
+def test_a_folder_in_shards_gives_the_same_tensors(base: Path, config: RunConfig, tmp_path: Path) -> None:
+    source, tensors = save_drafter(config, tmp_path / "drafter"), published(base)
+    (source / "model.safetensors").unlink()
+    names = sorted(tensors)
+    halves = {"model-00001-of-00002.safetensors": names[:20], "model-00002-of-00002.safetensors": names[20:]}
+    for file, part in halves.items():
+        save_file({name: tensors[name] for name in part}, source / file)
+    index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    config.export.gguf.source = str(source)
+    state = read_gguf_drafter(export_gguf(config) / "tiny-F32.gguf").state_dict(torch.bfloat16)
+    assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items())
 
 
 def test_the_codebooks_may_have_a_type_of_their_own(config: RunConfig) -> None:
@@ -350,7 +365,9 @@ def test_reading_lists_what_a_drafter_lacks(base: Path, tmp_path: Path) -> None:
 
 def test_types_that_only_other_writers_use_are_read(tmp_path: Path) -> None:
     path, generator = tmp_path / "x.gguf", torch.Generator().manual_seed(0)
-    stored = torch.randint(0, 60, (3, 2 * 210), generator=generator, dtype=torch.uint8).numpy()  # Q6_K: 210 bytes for 256
+    stored = torch.randint(
+        0, 60, (3, 2 * 210), generator=generator, dtype=torch.uint8
+    ).numpy()  # Q6_K: 210 bytes for 256
     writer = gguf.GGUFWriter(path, "dflash")
     writer.add_tensor("fc.weight", stored, raw_dtype=gguf.GGMLQuantizationType.Q6_K)
     writer.write_header_to_file()
@@ -371,6 +388,7 @@ def test_a_plan_of_the_glm_drafter_has_81_tensors_and_keeps_32_of_them_in_float3
     folder = DrafterFolder()  # type: ignore[call-arg]
     folder.folder, folder.shape = Path("glm"), GLM_5_LAYERS
     folder.expected = Drafter.expected_tensors(GLM_5_LAYERS)
+    folder.weights = SimpleNamespace(path_of=lambda name: Path("glm") / "model.safetensors")  # type: ignore[assignment]
     plan = folder.plan("Q8_0", gguf_config(Path("x")).export.gguf, None)
     kinds = [tensor.kind for tensor in plan]
     assert (len(kinds), kinds.count("F32"), kinds.count("Q8_0")) == (81, 2 + 6 * 5, 49)

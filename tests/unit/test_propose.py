@@ -10,6 +10,7 @@ from dflash2_train.masks import context_masks
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
 from dflash2_train.runner.propose import DraftProposer
+from tests.drafters import as_head
 
 CONTEXT = 20  # beyond the window of 6
 ANCHOR_ID = 7
@@ -40,9 +41,9 @@ def make_proposer(
     return DraftProposer(
         drafter,
         embedding_weight=weights[0],
-        head_weight=weights[1],
+        head=as_head(weights[1]),
         num_drafted=num_drafted,
-        capacity=CONTEXT,
+        capacity=CONTEXT + 4,
         temperature=temperature,
         generator=torch.Generator().manual_seed(5),
     )
@@ -56,9 +57,12 @@ def test_feeding_the_context_in_pieces_drafts_what_the_training_path_drafts(
     shape = drafter.shape
     taps = torch.randn(CONTEXT, shape.num_taps * shape.hidden_size)
     proposer = make_proposer(drafter, weights, num_drafted=num_drafted)
-    for piece in taps.split([7, 1, 4, 8]):
-        proposer.observe(piece)
-    proposal = proposer.propose(ANCHOR_ID, CONTEXT)
+    first, *rest = taps.split([7, 1, 4, 8])
+    proposer.start(0, first)
+    for piece in rest:
+        rejected = torch.full((3, piece.shape[1]), 9.0)  # stored, never seen, written over
+        proposer.observe(torch.cat([piece, rejected])[None], [len(piece)])
+    proposal = proposer.propose([ANCHOR_ID], [CONTEXT])
 
     block = torch.tensor([[[ANCHOR_ID] + [shape.mask_token_id] * num_drafted]])  # [B, A, W]
     positions = torch.arange(CONTEXT)[None]
@@ -80,11 +84,43 @@ def test_feeding_the_context_in_pieces_drafts_what_the_training_path_drafts(
         positions,
         visible,
     )[:, 0, 1:]
-    assert torch.allclose(proposer._block_hidden(ANCHOR_ID, CONTEXT)[:, 1:], hidden, atol=TOLERANCE)
+    assert torch.allclose(proposer._block_hidden([ANCHOR_ID], [CONTEXT])[:, 1:], hidden, atol=TOLERANCE)
     unary, candidate_ids = (hidden @ weights[1].T).topk(shape.selector_top_k)
     path, _ = drafter.candidate_selector.walk(hidden, unary, candidate_ids, torch.tensor([ANCHOR_ID]))
-    assert torch.equal(proposal.draft_ids, path[0])
+    assert torch.equal(proposal.draft_ids, path)
     assert proposal.distribution is None
+
+
+@torch.inference_mode()
+def test_rows_of_unequal_length_are_drafted_as_each_is_alone(
+    drafter: Drafter, weights: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    lengths, anchors = [3, CONTEXT, 9], [7, 8, 9]
+    taps = [torch.randn(length, drafter.fc.in_features) for length in lengths]
+    together = DraftProposer(
+        drafter, embedding_weight=weights[0], head=as_head(weights[1]), num_drafted=3, num_rows=3, capacity=CONTEXT + 4
+    )
+    for row, piece in enumerate(taps):
+        together.start(row, piece)
+    drafted = together.propose(anchors, lengths).draft_ids
+    together.keep_rows([0, 2])
+    kept = together.propose([7, 9], [3, 9]).draft_ids
+    for row, piece in enumerate(taps):
+        alone = make_proposer(drafter, weights)
+        alone.start(0, piece)
+        assert torch.equal(alone.propose([anchors[row]], [lengths[row]]).draft_ids[0], drafted[row])
+    assert torch.equal(kept, drafted[[0, 2]])
+    assert len({tuple(row.tolist()) for row in drafted}) == 3, "rows that draft the same would hide a mix-up"
+
+
+@torch.inference_mode()
+def test_an_anchor_that_is_the_mask_token_is_embedded_as_in_training(
+    drafter: Drafter, weights: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    mask_id = drafter.shape.mask_token_id
+    for anchor in (ANCHOR_ID, mask_id):
+        expected = drafter.embed_blocks(torch.tensor([[anchor, mask_id, mask_id, mask_id]]), weights[0])
+        assert torch.equal(make_proposer(drafter, weights)._block_embeddings([anchor]), expected)
 
 
 @torch.inference_mode()
@@ -92,15 +128,15 @@ def test_sampled_proposals_report_a_distribution_that_contains_them(
     drafter: Drafter, weights: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     proposer = make_proposer(drafter, weights, temperature=1.0)
-    proposer.observe(torch.randn(CONTEXT, drafter.fc.in_features))
+    proposer.start(0, torch.randn(CONTEXT, drafter.fc.in_features))
     drafts = set()
     for _ in range(20):
-        proposal = proposer.propose(ANCHOR_ID, CONTEXT)
+        proposal = proposer.propose([ANCHOR_ID], [CONTEXT])
         assert proposal.distribution is not None
         ids, q = proposal.distribution
-        assert torch.allclose(q.sum(-1), torch.ones(3))
-        assert bool(((ids == proposal.draft_ids[:, None]) & (q > 0)).any(-1).all())
-        drafts.add(tuple(proposal.draft_ids.tolist()))
+        assert torch.allclose(q.sum(-1), torch.ones(1, 3))
+        assert bool(((ids == proposal.draft_ids[..., None]) & (q > 0)).any(-1).all())
+        drafts.add(tuple(proposal.draft_ids[0].tolist()))
     assert len(drafts) > 1
 
 
@@ -111,9 +147,9 @@ def test_a_context_that_lacks_committed_tokens_is_an_assertion_and_not_a_worse_d
 ) -> None:
     proposer = make_proposer(drafter, weights)
     if observed:
-        proposer.observe(torch.randn(observed, drafter.fc.in_features))
-    with pytest.raises(AssertionError, match=f"covers {observed} tokens"):
-        proposer.propose(ANCHOR_ID, CONTEXT)
+        proposer.start(0, torch.randn(observed, drafter.fc.in_features))
+    with pytest.raises(AssertionError, match=rf"covers \[{observed}\] tokens"):
+        proposer.propose([ANCHOR_ID], [CONTEXT])
 
 
 @pytest.mark.parametrize("num_drafted", [0, 4])

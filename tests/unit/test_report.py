@@ -13,7 +13,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dflash2_train.config import ConfigError, RunConfig
+from dflash2_train.config import ConfigError, RunConfig, to_plain
 from dflash2_train.evaluate import cli, measure
 from dflash2_train.evaluate.holdout import load_holdout
 from dflash2_train.evaluate.plots import write_acceptance_plot
@@ -24,6 +24,7 @@ from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
 from dflash2_train.runner import loop
 from dflash2_train.runner.verify import Verdict
+from tests.integration.launch import finish, start_ranks_of
 
 NUM_DRAFTED = 7
 SCRIPT = (0, 3, 7, 2)
@@ -238,11 +239,46 @@ def test_an_interrupted_evaluation_continues_and_a_finished_one_decodes_nothing(
     assert (Path(evaluation.eval.output_dir) / "acceptance.png").exists()
 
 
+def test_ranks_share_the_prompts_and_the_first_reports_them_all(
+    evaluation: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash2_train.evaluate import ranks
+
+    monkeypatch.setattr(ranks.Ranks, "wait", lambda self: None)
+    for rank in (1, 0):  # the last to finish is the first rank
+        me = ranks.Ranks(rank=rank, count=2, device=torch.device("cpu"))
+        monkeypatch.setattr(ranks, "open_ranks", lambda me=me: me)
+        assert cli.evaluate(evaluation) == 0
+    folder = Path(evaluation.eval.output_dir)
+    lines = [len(path.read_text().splitlines()) - 1 for path in sorted(folder.glob("results-*.jsonl"))]
+    assert len(lines) == 2 and min(lines) > 0 and sum(lines) == NUM_PROMPTS, "each prompt is in one rank's file"
+    report = EvalReport.from_json(json.loads((folder / "report.json").read_text()))
+    assert report.equality is not None and report.equality.prompts_equal == NUM_PROMPTS
+
+
+@pytest.mark.slow
+def test_two_processes_share_an_evaluation_and_one_continues_it(evaluation: RunConfig, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(to_plain(evaluation)))
+    finish(start_ranks_of("tests.integration.run_evaluation", [str(path)], 2))
+    folder = Path(evaluation.eval.output_dir)
+    first = json.loads((folder / "report.json").read_text())
+    results = sorted(folder.glob("results-*.jsonl"))
+    assert len(results) == 2
+    whole = results[1].read_bytes()
+    results[1].write_bytes(whole[: whole.rindex(b"{") + 9])  # the second rank was killed while it wrote
+    finish(start_ranks_of("tests.integration.run_evaluation", [str(path)], 1))
+    again = EvalReport.from_json(json.loads((folder / "report.json").read_text()))
+    assert again.greedy.counts == EvalReport.from_json(first).greedy.counts
+    assert again.equality is not None and again.equality.prompts_equal == NUM_PROMPTS
+
+
 def test_a_wrongly_accepted_token_fails_the_evaluation_and_is_named(
     evaluation: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def accept_one(draft_ids: torch.Tensor, target_logits: torch.Tensor) -> Verdict:
-        return Verdict(num_accepted=1, next_id=int(target_logits[1].argmax()))
+        num_accepted = min(1, draft_ids.shape[1])  # plain decoding has no drafts
+        return Verdict(torch.tensor([num_accepted]), target_logits[:, num_accepted].argmax(dim=-1))
 
     monkeypatch.setattr(loop, "verify_greedy", accept_one)
     assert cli.evaluate(evaluation) == cli.EXIT_NOT_EQUAL

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dflash2_train.config import ConfigError, RunConfig
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
-from dflash2_train.runner.loop import DecodeSettings, GenerationResult, Round, generate, plain_decode, speculate
-from dflash2_train.runner.propose import Proposal
-from dflash2_train.runner.target_session import TargetSession
+from dflash2_train.runner import DecodeSettings, GenerationResult, Round, generate, plain_decode
+from dflash2_train.runner.target_session import open_session
+from tests.decoding import Oracle, run_loop
 
 NEW_TOKENS = 20
 NUM_DRAFTED = 3
@@ -51,27 +51,6 @@ def settings(**changes: object) -> DecodeSettings:
     return DecodeSettings(**{**values, **changes})  # type: ignore[arg-type]
 
 
-class Oracle:
-    """Proposes the true continuation, right for a scripted number of tokens a round, and checks what it is fed."""
-
-    def __init__(self, truth: list[int], num_prompt: int, right: Iterator[int], num_drafted: int) -> None:
-        self.truth, self.num_prompt, self.right, self.num_drafted = truth, num_prompt, right, num_drafted
-        self.observed: list[torch.Tensor] = []
-
-    def observe(self, tap_hidden: torch.Tensor) -> None:
-        self.observed.append(tap_hidden)
-
-    def propose(self, anchor_id: int, anchor_position: int) -> Proposal:
-        assert sum(len(piece) for piece in self.observed) == anchor_position
-        start = anchor_position - self.num_prompt
-        assert self.truth[start] == anchor_id
-        ahead = self.truth[start + 1 : start + 1 + self.num_drafted]
-        ids = torch.tensor(ahead + [0] * (self.num_drafted - len(ahead)))
-        right = next(self.right)
-        ids[right:] = (ids[right:] + 1) % 96
-        return Proposal(draft_ids=ids, distribution=None)
-
-
 def cycle(values: list[int]) -> Iterator[int]:
     while True:
         yield from values
@@ -80,8 +59,8 @@ def cycle(values: list[int]) -> Iterator[int]:
 def decode_with_oracle(
     target: LlamaForCausalLM, truth: list[int], right: list[int], chosen: DecodeSettings
 ) -> tuple[GenerationResult, Oracle]:
-    oracle = Oracle(truth, len(PROMPT), cycle(right), chosen.num_drafted)
-    return speculate(target, oracle, TAPS, PROMPT, chosen), oracle
+    oracle = Oracle([truth], [len(PROMPT)], cycle(right), chosen.num_drafted, vocab_size=96)
+    return run_loop(target, oracle, TAPS, [PROMPT], chosen)[0], oracle
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +135,7 @@ def test_the_drafter_is_fed_the_hidden_states_of_committed_tokens_only(
     target: LlamaForCausalLM, truth: list[int]
 ) -> None:
     result, oracle = decode_with_oracle(target, truth, [2, 0, 3], settings())
-    fed = torch.cat(oracle.observed)
+    fed = torch.cat(oracle.observed[0])
     ids = torch.tensor([[*PROMPT, *result.token_ids]])
     with torch.inference_mode():
         states = target(ids, output_hidden_states=True).hidden_states
@@ -166,9 +145,9 @@ def test_the_drafter_is_fed_the_hidden_states_of_committed_tokens_only(
 
 
 def test_the_last_layers_tap_is_taken_before_the_final_norm(target: LlamaForCausalLM) -> None:
-    with torch.inference_mode(), TargetSession(target, (5,)) as session:
-        rows = session.forward(torch.tensor(PROMPT), num_logit_rows=1)
-        logits = target.lm_head(target.model.norm(rows.tap_hidden[-1:]))
+    with torch.inference_mode(), open_session(target, num_rows=1, capacity=len(PROMPT), taps=(5,)) as session:
+        rows = session.prefill(0, torch.tensor(PROMPT))
+        logits = target.lm_head(target.model.norm(rows.tap_hidden[:, -1:]))
     assert torch.allclose(logits, rows.logits, atol=1e-5)
 
 
@@ -187,9 +166,9 @@ def test_no_state_survives_a_call(target: LlamaForCausalLM, drafter: Drafter) ->
 
 def test_hooks_are_removed_when_a_call_fails(target: LlamaForCausalLM) -> None:
     before = count_hooks(target)
-    oracle = Oracle([], len(PROMPT), iter(()), NUM_DRAFTED)
+    oracle = Oracle([[]], [len(PROMPT)], iter(()), NUM_DRAFTED, vocab_size=96, num_output=[NEW_TOKENS])
     with pytest.raises(IndexError):
-        speculate(target, oracle, TAPS, PROMPT, settings())
+        run_loop(target, oracle, TAPS, [PROMPT], settings())
     assert count_hooks(target) == before
 
 
@@ -212,27 +191,23 @@ def test_sampling_close_to_temperature_zero_gives_the_greedy_text(
     assert plain_decode(target, PROMPT, chosen).token_ids == truth[:NEW_TOKENS]
 
 
-def test_an_unsupported_cache_is_refused_by_name() -> None:
-    config = MistralConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=8,
-    )
-    with pytest.raises(ConfigError, match="DynamicSlidingWindowLayer"):
-        plain_decode(MistralForCausalLM(config).eval(), PROMPT, settings())
-
-
 def test_positions_beyond_the_drafters_limit_are_refused(target: LlamaForCausalLM, drafter: Drafter) -> None:
     with pytest.raises(ConfigError, match="max_position_embeddings=128"):
         generate(target, drafter, PROMPT, settings(max_new_tokens=120))
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_new_tokens": 0}, {"num_drafted": 0}, {"temperature": -1.0}, {"draft_sampling": "relaxed"}]
+    "wrong",
+    [
+        {"max_new_tokens": 0},
+        {"num_drafted": 0},
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"top_k": -1},
+        {"min_p": 1.0},
+        {"draft_sampling": "relaxed"},
+        {"compile_target": True},
+    ],
 )
 def test_settings_outside_their_range_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

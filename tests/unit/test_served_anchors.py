@@ -15,6 +15,7 @@ from dflash2_train.losses import Moment
 from dflash2_train.objective import Objective
 from dflash2_train.runner.propose import DraftProposer
 from dflash2_train.served_anchors import move_anchors
+from tests.drafters import as_head
 from tests.objective_case import BLOCK_SIZE, make_objective, pack
 
 PROMPT = 3
@@ -52,13 +53,13 @@ def served_chain(objective: Objective, like: CapturedSample, name: str) -> tuple
         proposer = DraftProposer(
             objective.drafter,
             embedding_weight=objective.frozen.embedding,
-            head_weight=objective.frozen.head,
+            head=as_head(objective.frozen.head),
             num_drafted=BLOCK_SIZE - 1,
             capacity=length + BLOCK_SIZE,
         )
         with torch.no_grad():
-            proposer.observe(taps[:start])
-            drafts = proposer.propose(int(ids[start]), start).draft_ids
+            proposer.start(0, taps[:start])
+            drafts = proposer.propose([int(ids[start])], [start]).draft_ids[0]
         ids[start + 1 : start + 1 + accepted] = drafts[:accepted]
         if accepted < len(drafts):  # the target's own token, another than the draft
             ids[start + 1 + accepted] = (int(drafts[accepted]) + 1) % 90

@@ -9,12 +9,10 @@ from torch import Tensor
 from dflash2_train.model.selector import CandidateSelector
 from dflash2_train.runner.verify import (
     DraftDistribution,
-    Verdict,
     sample_ids,
     target_probabilities,
     verify_greedy,
     verify_sampled,
-    verify_sampled_rows,
 )
 
 VOCAB = 5
@@ -50,7 +48,7 @@ def first_two_tokens(
     """One verification of K = 1 or 2 drafts; rows that committed one token get their second from the target: [N, 2]."""
     num_drafted = draft_ids.shape[1]
     rows = [first.expand(NUM_RUNS, -1), *(second[draft_ids[:, slot]] for slot in range(num_drafted))]
-    num_accepted, next_ids = verify_sampled_rows(draft_ids, draft, torch.stack(rows, dim=1), generator)
+    num_accepted, next_ids = verify_sampled(draft_ids, draft, torch.stack(rows, dim=1), generator)
     committed = torch.cat([draft_ids, next_ids[:, None]], dim=1)  # [N, K + 1]
     committed[torch.arange(NUM_RUNS), num_accepted] = next_ids
     tokens = committed[:, :2]
@@ -127,28 +125,38 @@ def test_a_draft_from_the_target_itself_is_always_accepted() -> None:
     first, _ = tables(5, 1.0)
     generator = torch.Generator().manual_seed(6)
     draft_ids = torch.multinomial(first, 4, replacement=True, generator=generator)
-    draft = DraftDistribution(torch.arange(VOCAB).expand(4, -1), first.expand(4, -1))
-    verdict = verify_sampled(draft_ids, draft, first.expand(5, -1), generator)
-    assert verdict.num_accepted == 4
+    draft = DraftDistribution(torch.arange(VOCAB).expand(1, 4, -1), first.expand(1, 4, -1))
+    verdict = verify_sampled(draft_ids[None], draft, first.expand(1, 5, -1), generator)
+    assert verdict.num_accepted.tolist() == [4]
 
 
-@pytest.mark.parametrize("draft", [None, DraftDistribution(torch.tensor([[1, 2]]), torch.tensor([[1.0, 0.0]]))])
+@pytest.mark.parametrize("draft", [None, DraftDistribution(torch.tensor([[[1, 2]]]), torch.tensor([[[1.0, 0.0]]]))])
 def test_a_token_that_the_target_never_samples_is_never_accepted(draft: DraftDistribution | None) -> None:
-    probabilities = torch.tensor([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
+    probabilities = torch.tensor([[[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]])
     for seed in range(50):
-        verdict = verify_sampled(torch.tensor([1]), draft, probabilities, torch.Generator().manual_seed(seed))
-        assert verdict == Verdict(num_accepted=0, next_id=2)
+        verdict = verify_sampled(torch.tensor([[1]]), draft, probabilities, torch.Generator().manual_seed(seed))
+        assert (verdict.num_accepted.tolist(), verdict.next_ids.tolist()) == ([0], [2])
 
 
-@pytest.mark.parametrize("right", range(4))
-def test_greedy_keeps_exactly_the_right_prefix_and_adds_the_targets_token(right: int) -> None:
+def test_greedy_keeps_exactly_the_right_prefix_of_every_row_and_adds_the_targets_token() -> None:
     chosen = torch.tensor([3, 0, 4, 2])
-    logits = torch.nn.functional.one_hot(chosen, VOCAB).float()
-    draft_ids = chosen[:-1].clone()
-    draft_ids[right:] = (draft_ids[right:] + 1) % VOCAB
-    if right < 2:
-        draft_ids[right + 1] = chosen[right + 1]  # right again after a mistake: does not count
-    assert verify_greedy(draft_ids, logits) == Verdict(num_accepted=right, next_id=int(chosen[right]))
+    logits = torch.nn.functional.one_hot(chosen, VOCAB).float().expand(4, -1, -1)
+    draft_ids = chosen[:-1].repeat(4, 1)
+    for right in range(3):
+        draft_ids[right, right:] = (draft_ids[right, right:] + 1) % VOCAB
+    for right in range(2):
+        draft_ids[right, right + 1] = chosen[right + 1]  # right again after a mistake: does not count
+    verdict = verify_greedy(draft_ids, logits)
+    assert verdict.num_accepted.tolist() == [0, 1, 2, 3]
+    assert torch.equal(verdict.next_ids, chosen)
+
+
+def test_min_p_keeps_the_tokens_near_the_best_before_top_p_counts_its_mass() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    near = target_probabilities(logits, temperature=1.0, min_p=0.29)
+    assert torch.allclose(near, torch.tensor([[0.5, 0.3, 0.15, 0.0]]) / 0.95)
+    both = target_probabilities(logits, temperature=1.0, min_p=0.5, top_p=0.6)  # 0.5 / 0.8 reaches 0.6 alone
+    assert torch.equal(both, torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
 
 
 def test_temperature_top_k_and_top_p_keep_what_they_say() -> None:
@@ -177,7 +185,13 @@ def test_the_nucleus_of_a_large_vocabulary_is_the_one_of_a_full_sort(spread: flo
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.0}, {"temperature": 1.0, "top_k": -1}]
+    "wrong",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_p": 0.0},
+        {"temperature": 1.0, "top_k": -1},
+        {"temperature": 1.0, "min_p": 1.0},
+    ],
 )
 def test_values_outside_their_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=list(wrong)[-1]):

@@ -10,6 +10,7 @@ from data_gen.cache.format import MANIFEST_FILE, CapturedSample, CaptureManifest
 from data_gen.cache.reader import CaptureReader
 from data_gen.cache.ring import ring_plan
 from data_gen.cache.row_plan import ORDER_VERSION, Document, RowPlan, documents_digest, trainable
+from data_gen.cache.split import split_documents
 from dflash2_train.config import RunConfig, absolute
 from dflash2_train.data import CachedRows, RowSource, WindowLoader
 from dflash2_train.ring_rows import RingRows, wait_for_ring
@@ -52,6 +53,7 @@ class TrainingData(Protocol):
 
     manifest: CaptureManifest
     plan: RowPlan
+    held_back: Sequence[Document]  # captured and never part of a row
 
     @property
     def source(self) -> RowSource:
@@ -97,8 +99,12 @@ class CachedData:
             Document(sample_id=row.sample_id, num_tokens=row.num_tokens, num_supervised=row.num_supervised)
             for row in self.reader.index
         )
+        self._validation = config.train.validation
+        trained, self.held_back = split_documents(
+            documents, share=self._validation.share, seed=self._validation.seed
+        )
         self.plan = RowPlan(
-            documents,
+            trained,
             row_tokens=config.train.row_tokens,
             seed=config.train.seed,
             segment_rows=config.data.stream.segment_rows,
@@ -112,7 +118,10 @@ class CachedData:
         return self.reader
 
     def order(self) -> dict[str, Any]:
-        return {"version": ORDER_VERSION, "documents": documents_digest(self.plan.documents)}
+        order: dict[str, Any] = {"version": ORDER_VERSION, "documents": documents_digest(self.plan.documents)}
+        if self.held_back:
+            order["held_back"] = {"share": self._validation.share, "seed": self._validation.seed}
+        return order
 
     def begin(self, *, row: int, world_size: int, goal: int) -> None:
         """A cache need not know."""
@@ -129,6 +138,8 @@ class CachedData:
 
 class StreamedData:
     """A ring that producers fill meanwhile."""
+
+    held_back: Sequence[Document] = ()
 
     def __init__(self, config: RunConfig, *, rank: int, give_up: Callable[[], bool]) -> None:
         settings = config.data.stream

@@ -1,7 +1,7 @@
 """Walking the selector over the blocks of a batch, from its flat supervised slots.
 
 Supervision is a prefix of each block and flat slots are ordered by block, so the slots of consecutive blocks are
-consecutive. Blocks are walked some hundreds at a time: their C x C transitions are the largest thing in memory.
+consecutive. Blocks are walked some at a time: what their C x C transitions are made of is large, K C R numbers a block.
 
 Letters: n blocks with a supervised slot, K drafted slots, N supervised slots of them all, H hidden, C candidates.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from dflash2_train.blocks import BlockBatch
 from dflash2_train.model.selector import CandidateSelector
 
-BLOCKS_AT_ONCE = 256
+BLOCKS_AT_ONCE = 16
 
 
 @torch.no_grad()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dflash2_train.losses.shaping import Shaping
 from dflash2_train.losses.sweep import Workspace, sweep_budget
+from dflash2_train.model.gathered import gathered_dots
 
 GROUP = 64  # logits that share one maximum in the search for the largest
-_GATHERED_ELEMENTS = 1 << 22  # head elements that candidate_logits gathers at once
 
 
 def top_candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -90,8 +87,6 @@ def candidate_logits(
 ) -> Tensor:
     """The drafter's own logits of given candidates, differentiable in ``hidden`` only.
 
-    Head rows are gathered a chunk at a time, in the forward and again in the backward pass.
-
     Args:
         hidden: [N, H].
         head_weight: [V, H] frozen, same dtype as ``hidden``.
@@ -108,10 +103,7 @@ def candidate_logits(
         )
     check_head(hidden, head_weight)
     shaping = Shaping(multiplier=output_multiplier, cap=final_logit_softcapping)
-    logits: Tensor = _CandidateLogits.apply(  # type: ignore[no-untyped-call]
-        hidden, head_weight.detach(), candidate_ids, shaping
-    )
-    return logits
+    return shaping.differentiable(gathered_dots(hidden, head_weight.detach(), candidate_ids))
 
 
 def inject_gold(candidate_ids: Tensor, target_ids: Tensor) -> Tensor:
@@ -147,37 +139,3 @@ def check_head(hidden: Tensor, head_weight: Tensor) -> None:
         raise TypeError(
             f"hidden is {hidden.dtype}, head_weight {head_weight.dtype}: load the frozen head in the drafter's dtype."
         )
-
-
-class _CandidateLogits(torch.autograd.Function):
-    """Gathered head rows times hidden, chunked; see :func:`candidate_logits`."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head_weight: Tensor, candidate_ids: Tensor, shaping: Shaping) -> Tensor:
-        work = torch.promote_types(hidden.dtype, torch.float32)
-        logits = torch.empty(candidate_ids.shape, dtype=work, device=hidden.device)
-        for piece in _gather_pieces(candidate_ids, hidden.shape[1]):
-            head_rows = head_weight[candidate_ids[piece]]  # [M, C, H]
-            logits[piece] = torch.bmm(head_rows, hidden[piece].unsqueeze(-1)).squeeze(-1)  # [M, C]
-        shaping.apply_(logits)
-        ctx.save_for_backward(head_weight, candidate_ids, logits if shaping.cap is not None else None)
-        ctx.shaping, ctx.hidden_dtype = shaping, hidden.dtype
-        return logits
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        head_weight, candidate_ids, logits = ctx.saved_tensors
-        slope = grad_output * (ctx.shaping.multiplier if logits is None else ctx.shaping.slope(logits))  # [N, C]
-        gradient = torch.empty(len(slope), head_weight.shape[1], dtype=ctx.hidden_dtype, device=slope.device)
-        for piece in _gather_pieces(candidate_ids, head_weight.shape[1]):
-            head_rows = head_weight[candidate_ids[piece]].to(slope.dtype)  # [M, C, H]
-            gradient[piece] = torch.bmm(slope[piece].unsqueeze(1), head_rows).squeeze(1)  # [M, H]
-        return gradient, None, None, None
-
-
-def _gather_pieces(candidate_ids: Tensor, hidden_size: int) -> list[slice]:
-    """Row ranges whose gathered head rows stay within the element limit."""
-    count, candidates = candidate_ids.shape
-    step = max(1, _GATHERED_ELEMENTS // max(1, candidates * hidden_size))
-    return [slice(start, start + step) for start in range(0, count, step)]

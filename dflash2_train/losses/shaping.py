@@ -27,6 +27,11 @@ class Shaping:
             logits.div_(self.cap).tanh_().mul_(self.cap)
         return logits
 
+    def differentiable(self, raw: Tensor) -> Tensor:
+        """Shaped logits as part of the graph of ``raw``, in its dtype."""
+        logits = raw if self.multiplier == 1.0 else self.multiplier * raw
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
     def slope(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         """Derivative of shaped logits by the raw product, from the shaped logits."""
         if self.cap is None:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dflash2_train.model.gathered import gathered_dots
+
 
 class CandidateSelector(nn.Module):
     """Parameters as published: both codebooks are bare [V, R] parameters, ``hidden_projection.weight`` is [R, H]."""
@@ -51,8 +53,8 @@ class CandidateSelector(nn.Module):
         """
         predecessor = F.embedding(predecessor_ids, self.predecessor_codebook).float()  # [..., R]
         query = predecessor * self.hidden_projection(hidden).float()  # [..., R]
-        successor = F.embedding(candidate_ids, self.successor_codebook).float()  # [..., C, R]
-        return unary + (successor @ query.unsqueeze(-1)).squeeze(-1)  # [..., C, R] @ [..., R, 1]
+        dots = gathered_dots(query.flatten(0, -2), self.successor_codebook, candidate_ids.flatten(0, -2))
+        return unary + dots.view_as(unary)  # [M, C] -> [..., C]
 
     @torch.no_grad()
     def walk(

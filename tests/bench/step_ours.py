@@ -130,21 +130,22 @@ def unfused_loss(objective: Objective, batch: PackedBatch, blocks: BlockBatch) -
 
 
 def loss_memory(work: Workload, objective: Objective, device: torch.device, dtype: torch.dtype) -> int:
-    """Peak growth of the loss alone, bytes: the drafter gives fixed states, its codebooks get no gradient."""
+    """Peak growth of the loss alone, bytes: states and context are given, the codebooks get no gradient."""
     drafter = objective.drafter
     selector = drafter.candidate_selector
     for table in (selector.predecessor_codebook, selector.successor_codebook):
         table.requires_grad_(False)
+    few, all_of_them = (make_batch(work, anchors, device, dtype) for anchors in (1, work.anchors))
+    states = torch.randn(*all_of_them[1].block_ids.shape, work.hidden, device=device).to(dtype).requires_grad_()
 
-    def step(anchors: int) -> None:
-        batch, blocks = make_batch(work, anchors, device, dtype)
-        states = torch.randn(*blocks.block_ids.shape, work.hidden, device=device).to(dtype).requires_grad_()
-        drafter.forward = lambda *_: states  # type: ignore[method-assign]
+    def step(batch: PackedBatch, blocks: BlockBatch) -> None:
+        drafter.encode_context = lambda taps: taps  # type: ignore[method-assign]
+        drafter.forward = lambda *_: states[:, : blocks.block_ids.shape[1]]  # type: ignore[method-assign]
         torch.autograd.backward(loss_of(objective, batch, blocks))
 
-    step(1)  # libraries load before the baseline is taken
-    growth = peak_growth(lambda: step(work.anchors), device.type)
-    del drafter.forward  # the class's own again
+    step(*few)  # libraries load before the baseline is taken
+    growth = peak_growth(lambda: step(*all_of_them), device.type)
+    del drafter.forward, drafter.encode_context  # the class's own again
     for table in (selector.predecessor_codebook, selector.successor_codebook):
         table.requires_grad_(True)
     objective.zero_grad(set_to_none=True)

@@ -461,7 +461,7 @@ def test_dpace_at_alpha_zero_is_the_sensitivity_of_the_expected_length_to_log_ac
 def test_candidate_logits_equal_gathered_full_logits(
     multiplier: float, cap: float | None, gathered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash2_train.losses.candidates._GATHERED_ELEMENTS", gathered)
+    monkeypatch.setattr("dflash2_train.model.gathered.PIECE_ELEMENTS", gathered)
     inputs = problem()
     hidden, head = inputs["hidden"], inputs["head_weight"]
     ids = torch.randint(0, V, (N, C), generator=torch.Generator().manual_seed(2))

@@ -1,0 +1,91 @@
+"""Products of states with chosen rows of a large table, the rows gathered a few at a time.
+
+The head's rows of 16 candidates a slot, or the successor codebook's, are [N, C, H]: more than all else that a slot
+needs, and fresh memory for it costs more than the products. So a piece of it is gathered into one small buffer,
+multiplied and forgotten, in the forward pass and again in the backward pass.
+
+Letters: N rows, C chosen table rows each, V rows of the table, H features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+PIECE_ELEMENTS = 1 << 19  # gathered at once; 2 MiB in fp32 stay in a core's cache
+
+
+def gathered_dots(states: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    """``dots[n, c] = states[n] . table[ids[n, c]]``, differentiable in ``states`` and ``table``.
+
+    Args:
+        states: [N, H]; products are made in its dtype, sums of their gradients in at least fp32.
+        table: [V, H].
+        ids: [N, C] int64.
+
+    Returns:
+        [N, C] in at least fp32.
+    """
+    dots: Tensor = _GatheredDots.apply(states, table, ids)  # type: ignore[no-untyped-call]
+    return dots
+
+
+class _GatheredDots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+        dots = torch.empty(ids.shape, dtype=_work_dtype(states), device=states.device)
+        for piece, rows in _gathered(table, ids, states.dtype):
+            dots[piece] = torch.bmm(rows, states[piece].unsqueeze(-1)).squeeze(-1)  # [m, C, H] @ [m, H, 1]
+        ctx.save_for_backward(states, table, ids)
+        return dots
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        states, table, ids = ctx.saved_tensors
+        by_states, by_table = ctx.needs_input_grad[:2]
+        states_gradient = None
+        if by_states:
+            states_gradient = torch.empty_like(states, memory_format=torch.contiguous_format)
+            for piece, rows in _gathered(table, ids, slope.dtype):
+                states_gradient[piece] = torch.bmm(slope[piece].unsqueeze(1), rows).squeeze(1)  # [m, 1, C] @ [m, C, H]
+        return states_gradient, _table_gradient(slope, states, table, ids) if by_table else None, None
+
+
+def _table_gradient(slope: Tensor, states: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    """[V, H], in an order of additions that does not change from run to run."""
+    if table.device.type != "cpu":  # there index_add is atomic, so its order is anyone's
+        products = (slope.unsqueeze(-1) * states.unsqueeze(1)).to(table.dtype)  # [N, C, H]
+        gradient: Tensor = torch.ops.aten.embedding_dense_backward(products, ids, len(table), -1, False)
+        return gradient
+    gradient = torch.zeros_like(table)
+    for piece in _pieces(ids, table.shape[1]):
+        products = (slope[piece].unsqueeze(-1) * states[piece].unsqueeze(1)).to(table.dtype)  # [m, C, H]
+        gradient.index_add_(0, ids[piece].flatten(), products.flatten(0, 1))
+    return gradient
+
+
+def _gathered(table: Tensor, ids: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Pieces of the N rows, and the table rows [m, C, H] of each in ``dtype``, valid until the next piece."""
+    table = table.detach()
+    buffer = None
+    for piece in _pieces(ids, table.shape[1]):
+        chosen = ids[piece]  # [m, C]
+        if buffer is None:
+            buffer = torch.empty((chosen.numel(), table.shape[1]), dtype=table.dtype, device=table.device)
+        rows = torch.index_select(table, 0, chosen.flatten(), out=buffer[: chosen.numel()])  # [m * C, H]
+        yield piece, rows.view(*chosen.shape, -1).to(dtype)
+
+
+def _pieces(ids: Tensor, features: int) -> list[slice]:
+    count, chosen = ids.shape
+    step = max(1, PIECE_ELEMENTS // max(1, chosen * features))
+    return [slice(start, start + step) for start in range(0, count, step)]
+
+
+def _work_dtype(states: Tensor) -> torch.dtype:
+    return torch.promote_types(states.dtype, torch.float32)

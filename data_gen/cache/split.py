@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from data_gen.cache.row_plan import Document
 from dflash2_train.config import ConfigError
 
+HELD_BACK_FOLDER = "held_back"  # of a ring, where its held-back answers lie
+WHOLE_FILE = "whole.json"  # in that folder once all are there, with the share and the seed that chose them
 _REPEAT_AND_TURN = re.compile(r"-\d+-\d+$")
 
 

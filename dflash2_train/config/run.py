@@ -45,7 +45,7 @@ class RunConfig:
         self.data.check()
         self.loss.check()
         self.train.check(self.drafter, self.target)
-        self.train.validation.check(self.train.validate_every, stream=self.data.mode == "stream")
+        self.train.validation.check(self.train.validate_every)
         self.export.check()
         self.eval.check(self.drafter)
         self.plan.check()

@@ -19,13 +19,8 @@ class ValidationConfig:
     decode_tokens: int = 64  # written at most for each
     tolerance: float = 0.25  # of the forecast's accepted drafts, by which real ones may differ, beside three std errors
 
-    def check(self, validate_every: int, *, stream: bool) -> None:
-        """Raise ConfigError for the first broken rule.
-
-        Args:
-            validate_every: ``train.validate_every``.
-            stream: whether ``data.mode=stream``.
-        """
+    def check(self, validate_every: int) -> None:
+        """Raise ConfigError for the first rule that these and ``train.validate_every`` break."""
         require(0 <= self.share < 1, "train.validation.share", self.share, "must lie in [0, 1)", "Use 0.02.")
         require(
             self.share == 0 or self.root is None,
@@ -33,13 +28,6 @@ class ValidationConfig:
             self.root,
             f"stands beside train.validation.share={self.share}",
             "Choose one of them: captures of their own, or a share of those to train on.",
-        )
-        require(
-            self.share == 0 or not stream,
-            "train.validation.share",
-            self.share,
-            "needs captures that stay, and data.mode=stream deletes them once they are trained on",
-            "Use 0, capture a few conversations into a folder of their own, and name it in train.validation.root.",
         )
         require(
             validate_every == 0 or self.share > 0 or self.root is not None,

@@ -8,11 +8,11 @@ import torch
 
 from data_gen.cache.format import CacheIntegrityError, CapturedSample, CaptureManifest
 from data_gen.cache.reader import CaptureReader
-from data_gen.cache.row_plan import Document, PlannedRow, RowPlan, trainable
+from data_gen.cache.row_plan import Document, PlannedRow, RowPlan
 from data_gen.cache.split import by_place, conversation_of
 from dflash2_train.config import RunConfig, absolute
 from dflash2_train.data import CachedRows, PackedBatch, collate
-from dflash2_train.training_data import CachedData, TrainingData
+from dflash2_train.training_data import TrainingData, documents_of
 
 
 class Captures:
@@ -75,25 +75,29 @@ class Captures:
         return collate([samples], anchors_per_document=self._row_tokens, seed=0, epochs=[0], tap_hidden=states)
 
 
-def open_captures(config: RunConfig, data: TrainingData) -> Captures:
-    """What ``train.validation`` names: a share of the cache trained on, or captures of their own.
+def open_captures(config: RunConfig, data: TrainingData, *, verify_checksums: bool = False) -> Captures:
+    """What ``train.validation`` names: a share of what could be trained on, or captures of their own.
+
+    Args:
+        config: the experiment.
+        data: that is trained on.
+        verify_checksums: of captures of their own.
 
     Raises:
         CacheIntegrityError: captures of their own that cannot be read, or that are trained on as well.
         ConfigError: an answer longer than a row.
     """
     settings = config.train.validation
-    sizes = {"limit": settings.max_documents, "row_tokens": config.train.row_tokens}
     if settings.root is None:
-        assert isinstance(data, CachedData)  # the schema allows a share of a cache alone
-        return Captures(data.source, data.manifest, data.held_back, **sizes)
-    reader = CaptureReader(absolute(settings.root) / "capture", verify_checksums=False)
-    documents = trainable(
-        Document(sample_id=row.sample_id, num_tokens=row.num_tokens, num_supervised=row.num_supervised)
-        for row in reader.index
+        source, manifest, documents = data.held_back()
+    else:
+        reader = CaptureReader(absolute(settings.root) / "capture", verify_checksums=verify_checksums)
+        source, manifest, documents = CachedRows(reader), reader.manifest, documents_of(reader)
+        _refuse_trained(settings.root, documents, data)
+        documents = by_place(documents, settings.seed)
+    return Captures(
+        source, manifest, documents, limit=settings.max_documents, row_tokens=config.train.row_tokens
     )
-    _refuse_trained(settings.root, documents, data)
-    return Captures(CachedRows(reader), reader.manifest, by_place(documents, settings.seed), **sizes)
 
 
 def _refuse_trained(root: str, documents: Sequence[Document], data: TrainingData) -> None:

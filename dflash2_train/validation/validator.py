@@ -45,7 +45,7 @@ class Validator:
         self._train, self._objective, self._engine, self._dtype = config.train, objective, engine, dtype
         averaged = config.export.weights == "ema" and config.train.ema_decay is not None
         self._weights = "ema" if averaged else "last"
-        self._captures = open_captures(config, data)
+        self._captures = open_captures(config, data, verify_checksums=engine.rank == 0)
         self._decoding: RealDecoding | None = None
         if config.train.validation.decode_prompts > 0:
             self._decoding = RealDecoding(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from data_gen.cache.format import CapturedSample
+from dflash2_train.blocks import build_blocks
 from dflash2_train.metrics import MetricSums
 from dflash2_train.objective import Objective
 from dflash2_train.runner.propose import DraftProposer
@@ -56,6 +58,7 @@ def draft(objective: Objective, sample: CapturedSample, anchor: int) -> list[int
 
 def flattered(objective: Objective, sample: CapturedSample, seed: int) -> CapturedSample:
     """The document with some runs of text replaced by the drafter's own drafts."""
+    sample = replace(sample, input_ids=sample.input_ids.clone())
     generator = torch.Generator().manual_seed(seed)
     anchor = PROMPT
     while anchor + 1 < len(sample):
@@ -131,8 +134,6 @@ def test_recall_oracle_and_overlap_are_those_of_whole_logits(
 ) -> None:
     batch = pack([[samples[0]]], anchors=1000)
     table = read_blocks(objective, batch)
-    from dflash2_train.blocks import build_blocks
-
     blocks = build_blocks(batch, block_size=BLOCK_SIZE, mask_token_id=objective.drafter.shape.mask_token_id)
     mask = blocks.supervised[0]
     hidden, _ = objective.read_slots(batch, blocks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -63,7 +64,7 @@ class Validator:
         """Validate the weights that would be exported now.
 
         Raises:
-            UserError: none of the held-back answers has a token to draft.
+            UserError: none of the held-back answers has a token to draft, or a figure is not finite.
         """
         started = time.monotonic()
         drafter, engine = self._objective.drafter, self._engine
@@ -75,11 +76,7 @@ class Validator:
             if self._decoding is not None:
                 sums = sums + self._decoding.run(drafter)
         reduced = sums.reduced(lambda flat: engine.all_reduce_sum(flat.to(engine.device)))
-        if reduced.sums()[LENGTH][1] == 0:
-            raise UserError(
-                f"train.validation: none of {len(self._captures.documents)} held-back answers has two supervised "
-                "tokens in a row, so nothing can be validated. Raise train.validation.share or max_documents."
-            )
+        self._refuse_unusable(step, reduced)
         return Outcome(
             step=step,
             sums=reduced,
@@ -88,6 +85,22 @@ class Validator:
             tolerance=self._train.validation.tolerance,
             seconds=time.monotonic() - started,
         )
+
+    def _refuse_unusable(self, step: int, sums: MetricSums) -> None:
+        """Raise UserError, on all ranks alike, for figures that say nothing."""
+        counts = sums.sums()
+        if counts[LENGTH][1] == 0:
+            raise UserError(
+                f"train.validation: none of {len(self._captures.documents)} held-back answers has two supervised "
+                "tokens in a row, so nothing can be validated. Raise train.validation.share or max_documents."
+            )
+        broken = [name for name, pair in counts.items() if not all(map(math.isfinite, pair))]
+        if broken:
+            raise UserError(
+                f"validation at step {step}: {broken[0]} is not finite, so weights or captured states are not. The "
+                "newest checkpoint is good; run dflash2-gen-data stage=verify, and if the captures are whole, start "
+                "anew from that checkpoint (train.warm_start) with a lower train.lr."
+            )
 
     def _look(self) -> MetricSums:
         """Sums of this rank's rows."""

@@ -459,7 +459,7 @@ class TrainingRun:
             self.mark_best()
 
     def mark_best(self) -> None:
-        """Point ``best.json`` at the checkpoint of the best validation, if a kill came between saving and marking too."""
+        """Point ``best.json`` at the checkpoint of the best validation, also if a kill kept that from being done."""
         from dflash2_train.checkpoint import MANIFEST, mark_best
 
         progress, folder = self.progress, self.output / f"step{self.progress.best_step:06d}"

@@ -33,7 +33,7 @@ def place(conversation: str, seed: int) -> float:
 
 def by_place(documents: Iterable[Document], seed: int) -> list[Document]:
     """Documents by the place of their conversation: the first n are the same however many follow."""
-    return sorted(documents, key=lambda document: (place(conversation_of(document.sample_id), seed), document.sample_id))
+    return sorted(documents, key=lambda one: (place(conversation_of(one.sample_id), seed), one.sample_id))
 
 
 def split_documents(

@@ -19,8 +19,8 @@ what is trained is not what is served.
 Nothing here moves training by a bit: no gradient, generators and module modes put back, weights untouched.
 
 Modules: ``captures`` (which answers, packed into rows), ``slots`` (what the drafter does in every block), ``chain``
-(where a server would start its blocks), ``figures`` (additive sums), ``decode`` (the runner), ``outcome`` (values, table,
-alarm), ``validator`` (all of it, on all ranks).
+(where a server would start its blocks), ``figures`` (additive sums), ``decode`` (the runner), ``outcome`` (values,
+table, alarm), ``validator`` (all of it, on all ranks).
 
 Letters: n blocks of a row, K drafted slots, N supervised slots, T teacher ids, C candidates.
 """

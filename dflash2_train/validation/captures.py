@@ -105,6 +105,6 @@ def _refuse_trained(root: str, documents: Sequence[Document], data: TrainingData
     both = {conversation_of(document.sample_id) for document in documents} & trained
     if both:
         raise CacheIntegrityError(
-            f"train.validation.root={root!r}: {len(both)} of its conversations, {min(both)} among them, are trained on. "
-            "Capture others, or hold back a share of the training captures with train.validation.share."
+            f"train.validation.root={root!r}: {len(both)} of its conversations, {min(both)} among them, are trained "
+            "on. Capture others, or hold back a share of the training captures with train.validation.share."
         )

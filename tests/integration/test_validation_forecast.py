@@ -1,4 +1,4 @@
-"""The forecast equals the runner: same text, same rounds, same accepted drafts, and a broken contract sets off the alarm."""
+"""The forecast equals the runner: same text, same rounds, same drafts; a broken contract sets off the alarm."""
 
 from __future__ import annotations
 

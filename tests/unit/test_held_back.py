@@ -41,8 +41,8 @@ def run(root: Path, engine: Engine, validation: ValidationConfig = VALIDATION) -
     return capture_held_back(root, MANIFEST, held_back(validation), engine, validation)
 
 
-def wait(root: Path, validation: ValidationConfig = VALIDATION, *, stopped: bool = False, timeout_s: float = 0.2) -> None:
-    wait_for_held_back(root, validation, StreamConfig(timeout_s=timeout_s), lambda: stopped)
+def wait(root: Path, validation: ValidationConfig = VALIDATION, *, stopped: bool = False) -> None:
+    wait_for_held_back(root, validation, StreamConfig(timeout_s=0.2), lambda: stopped)
 
 
 def test_the_first_answers_in_the_order_of_validation_are_captured_and_no_more(tmp_path: Path) -> None:

@@ -230,7 +230,9 @@ def test_modes_and_generators_are_put_back_even_when_a_validation_fails() -> Non
         ({"share": 0.1, "tolerance": -0.1}, r"train\.validation\.tolerance=-0\.1"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_by_key(tiny_config: RunConfig, changes: dict[str, Any], key: str) -> None:
+def test_settings_that_cannot_work_are_refused_by_key(
+    tiny_config: RunConfig, changes: dict[str, Any], key: str
+) -> None:
     tiny_config.train.validate_every = changes.pop("validate_every", 0)
     for name, value in changes.items():
         setattr(tiny_config.train.validation, name, value)

@@ -91,9 +91,7 @@ def open_ring(config: RunConfig) -> tuple[Ring, RowPlan, ConversationRows, list[
     manifest = CaptureManifest(content=capture_content(config, store.content()))
     rows = ConversationRows(store)
     validation = config.train.validation
-    documents, held_back = split_documents(
-        trainable(rows.documents), share=validation.share, seed=validation.seed
-    )
+    documents, held_back = split_documents(trainable(rows.documents), share=validation.share, seed=validation.seed)
     order = {"row_tokens": config.train.row_tokens, "seed": config.train.seed}
     RowPlan(documents, row_tokens=config.train.row_tokens, seed=config.train.seed)  # refuse before a ring is made
     content = plan_content(documents, stream=settings, **order)

@@ -95,9 +95,7 @@ def open_captures(config: RunConfig, data: TrainingData, *, verify_checksums: bo
         source, manifest, documents = CachedRows(reader), reader.manifest, documents_of(reader)
         _refuse_trained(settings.root, documents, data)
         documents = by_place(documents, settings.seed)
-    return Captures(
-        source, manifest, documents, limit=settings.max_documents, row_tokens=config.train.row_tokens
-    )
+    return Captures(source, manifest, documents, limit=settings.max_documents, row_tokens=config.train.row_tokens)
 
 
 def _refuse_trained(root: str, documents: Sequence[Document], data: TrainingData) -> None:

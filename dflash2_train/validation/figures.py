@@ -4,21 +4,21 @@ Along the served chain (of the path in question):
 
     acceptance_length, acceptance_length_unary, acceptance_length_oracle
         (accepted + rounds) / rounds, pooled, of the selector's path, the unary one, and the best one there could be
-    accepted_k, conditional_k
+    accepted/slotk, conditional/slotk
         rounds accepted through slot k, by all rounds and by those that reached it
-    lost_top1_k, lost_ranked_k, lost_missed_k
+    lost_top1/slotk, lost_ranked/slotk, lost_missed/slotk
         rounds that reached slot k and ended there: though the best unary logit was right, though the token was among
-        the candidates, because it was not. With conditional_k they add up to 1. Without k: shares of all lost tokens
+        the candidates, because it was not. With conditional/slotk they add up to 1. Without a slot: shares of all lost tokens
 
 Over every position of every answer:
 
     acceptance_length_uniform
         as acceptance_length, from blocks at all positions alike
-    recall, recall_k, top1_k
+    recall, recall/slotk, top1/slotk
         the data token is among the candidates, has the best unary logit
-    confidence_gap_k
-        mean probability that the drafter gives its best token, less top1_k: above 0 it promises too much
-    overlap, overlap_k and overlap_bound, overlap_bound_k
+    confidence_gap/slotk
+        mean probability that the drafter gives its best token, less top1/slotk: above 0 it promises too much
+    overlap, overlap/slotk and overlap_bound, overlap_bound/slotk
         sum of min(p, q), teacher and drafter, from below and above: the acceptance of a draft sampled at temperature 1
 """
 
@@ -68,10 +68,10 @@ def _add_rounds(sums: MetricSums, rounds: BlockTable) -> None:
     kinds = dict(zip(LOSSES, (rounds.unary, rounds.oracle & ~rounds.unary, ~rounds.oracle), strict=True))
     for k, reached in enumerate(walk.reached_per_position, start=1):
         accepted = walk.accepted_per_position[k - 1]
-        sums.add(f"accepted_{k}", accepted, walk.num_blocks, rate=True)
-        sums.add(f"conditional_{k}", accepted, reached, rate=True)
+        sums.add(at_slot("accepted", k), accepted, walk.num_blocks, rate=True)
+        sums.add(at_slot("conditional", k), accepted, reached, rate=True)
         for name, kind in kinds.items():
-            sums.add(f"{name}_{k}", (lost & kind)[:, k - 1].sum(), reached, rate=True)
+            sums.add(at_slot(name, k), (lost & kind)[:, k - 1].sum(), reached, rate=True)
     for name, kind in kinds.items():
         sums.add(name, (lost & kind).sum(), lost.sum(), rate=True)
 
@@ -81,15 +81,21 @@ def _add_slots(sums: MetricSums, table: BlockTable) -> None:
     count, judged = table.supervised.sum(0), table.judged.sum(0)  # [K]
     recalled, first = table.oracle.sum(0), table.unary.sum(0)
     confidence, overlap, bound = (x.double().sum(0) for x in (table.confidence, table.overlap, table.overlap_bound))
-    for k in range(len(count)):
-        sums.add(f"recall_{k + 1}", recalled[k], count[k], rate=True)
-        sums.add(f"top1_{k + 1}", first[k], count[k], rate=True)
-        sums.add(f"confidence_gap_{k + 1}", confidence[k] - first[k], count[k])
-        sums.add(f"overlap_{k + 1}", overlap[k], judged[k], rate=True)
-        sums.add(f"overlap_bound_{k + 1}", bound[k], judged[k], rate=True)
+    for place in range(len(count)):
+        k, total = place + 1, count[place]
+        sums.add(at_slot("recall", k), recalled[place], total, rate=True)
+        sums.add(at_slot("top1", k), first[place], total, rate=True)
+        sums.add(at_slot("confidence_gap", k), confidence[place] - first[place], total)
+        sums.add(at_slot("overlap", k), overlap[place], judged[place], rate=True)
+        sums.add(at_slot("overlap_bound", k), bound[place], judged[place], rate=True)
     sums.add("recall", recalled.sum(), count.sum(), rate=True)
     sums.add("overlap", overlap.sum(), judged.sum(), rate=True)
     sums.add("overlap_bound", bound.sum(), judged.sum(), rate=True)
+
+
+def at_slot(name: str, k: int) -> str:
+    """Name of a figure at slot ``k`` of a block, 1..K."""
+    return f"{name}/slot{k}"
 
 
 def no_rows(num_drafted: int) -> MetricSums:

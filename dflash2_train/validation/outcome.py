@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dflash2_train.metrics import MetricSums
 from dflash2_train.validation.decode import FORECAST, REAL, SQUARES
-from dflash2_train.validation.figures import LENGTH
+from dflash2_train.validation.figures import LENGTH, at_slot
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -133,7 +133,7 @@ class Outcome:
         return table
 
     def _cells(self, names: tuple[str, ...], k: int) -> list[object]:
-        return [k if name == "k" else self.rates.get(f"{name}_{k}", math.nan) for name in names]
+        return [k if name == "k" else self.rates.get(at_slot(name, k), math.nan) for name in names]
 
     def _number(self, name: str) -> str:
         return f"{self.rates[name]:.3f}" if name in self.rates else "-"

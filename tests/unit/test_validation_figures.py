@@ -110,7 +110,7 @@ def test_the_forecast_is_what_a_loop_of_single_drafts_accepts(
     assert sums["acceptance_length"] == (sum(served) + len(served), len(served))
     assert sums["acceptance_length_uniform"] == (sum(everywhere) + len(everywhere), len(everywhere))
     for k in range(1, K + 1):
-        assert sums[f"accepted_{k}"] == (sum(m >= k for m in served), len(served))
+        assert sums[f"accepted/slot{k}"] == (sum(m >= k for m in served), len(served))
 
 
 def test_the_unary_path_is_that_of_a_selector_without_a_say(
@@ -165,8 +165,8 @@ def test_what_is_accepted_and_what_is_lost_at_a_slot_are_all_that_reached_it(
 ) -> None:
     rates = figures(objective, [samples]).rates()
     for k in range(1, K + 1):
-        lost = sum(rates[f"{name}_{k}"] for name in LOSSES)
-        assert rates[f"conditional_{k}"] + lost == pytest.approx(1.0)
+        lost = sum(rates[f"{name}/slot{k}"] for name in LOSSES)
+        assert rates[f"conditional/slot{k}"] + lost == pytest.approx(1.0)
     assert sum(rates[name] for name in LOSSES) == pytest.approx(1.0)
     assert rates["acceptance_length_oracle"] >= max(rates["acceptance_length"], rates["acceptance_length_unary"])
 
@@ -191,8 +191,8 @@ def test_a_lost_token_is_blamed_on_the_selector_the_ranking_or_the_recall() -> N
     )
     rates = row_figures(table)[0].rates()
     assert [rates[name] for name in LOSSES] == pytest.approx([1 / 3] * 3)
-    assert [rates[f"{name}_1"] for name in LOSSES] == [0.25] * 3
-    assert rates["confidence_gap_1"] == pytest.approx(0.25)
+    assert [rates[f"{name}/slot1"] for name in LOSSES] == [0.25] * 3
+    assert rates["confidence_gap/slot1"] == pytest.approx(0.25)
     assert rates["recall"] == 0.75
 
 
@@ -269,7 +269,7 @@ def test_a_position_counts_once_a_block_and_a_short_end_by_the_labels_it_has() -
     assert sums["acceptance_length"] == (sum(m * n for m, n in lengths.items()) + 30, 30)
     for k in range(1, K + 1):
         reached = sum(bool(supervised[row, k - 1]) and first_run(hits[row]) >= k - 1 for row in range(30))
-        assert sums[f"conditional_{k}"][1] == reached
+        assert sums[f"conditional/slot{k}"][1] == reached
 
 
 def first_run(row: Tensor) -> int:

@@ -37,7 +37,7 @@ def unsure(trained: Trained) -> Iterator[Trained]:  # noqa: F811
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in drafter.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3 * parameter.std(unbiased=False))
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.5 * parameter.std(unbiased=False))
     yield model, drafter, prompt, settings
     drafter.load_state_dict(kept)
 

@@ -54,12 +54,12 @@ def set_up_logging() -> None:
         logging.getLogger(name).setLevel(logging.INFO if first else logging.ERROR)
 
 
-def run_guarded(main: Callable[[RunConfig], int], composed: DictConfig) -> int:
-    """Type and check ``composed``, run ``main``, and return its exit code or that of the fault it met."""
+def guarded(action: Callable[[], int]) -> int:
+    """Run ``action`` with logging set up, and return its exit code or that of the fault it met."""
     set_up_logging()
     fault: Exception
     try:
-        return main(load_config(composed))
+        return action()
     except UserError as error:
         fault = error
     except OSError as error:
@@ -73,6 +73,11 @@ def run_guarded(main: Callable[[RunConfig], int], composed: DictConfig) -> int:
         return EXIT_INTERRUPTED
     sys.stderr.write(f"error: {fault}\n")
     return EXIT_FAULT
+
+
+def run_guarded(main: Callable[[RunConfig], int], composed: DictConfig) -> int:
+    """Type and check ``composed`` and run ``main`` with it, see :func:`guarded`."""
+    return guarded(lambda: main(load_config(composed)))
 
 
 def run_app(job_name: str, main: Callable[[RunConfig], int]) -> None:

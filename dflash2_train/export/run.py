@@ -6,24 +6,21 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from dflash2_train.checkpoint import (
-    AVERAGED_WEIGHTS,
-    MANIFEST,
-    WEIGHTS,
-    best_checkpoint,
-    load_drafter_weights,
-    newest_checkpoint,
-)
+from dflash2_train.checkpoint import MANIFEST, best_checkpoint, newest_checkpoint
 from dflash2_train.config import ConfigError, RunConfig, UserError, absolute, to_plain
 from dflash2_train.export import payload
 from dflash2_train.export.doctor import ERROR, check_config, check_folder
-from dflash2_train.export.hf import ExportError, export_hf
-from dflash2_train.model.drafter import Drafter
+from dflash2_train.export.gguf_layout import shape_faults
+from dflash2_train.export.gguf_types import gguf_package
+from dflash2_train.export.hf import ExportError, export_hf, published_config
+from dflash2_train.export.history import training_facts
+from dflash2_train.export.weight_sources import CheckpointWeights, checkpoint_source
 from dflash2_train.model.drafter_config import DrafterShape
-from dflash2_train.provenance import run_record, sha256_file
+from dflash2_train.provenance import public_value, run_record, sha256_file, sha256_json
 from dflash2_train.target import open_target_config
 
 logger = logging.getLogger(__name__)
+NOT_CONTENT = ("output_dir", "format", "checkpoint")  # keys of export.* that do not change what is written
 
 
 def chosen_checkpoint(config: RunConfig) -> Path:
@@ -71,34 +68,29 @@ def check_exportable(config: RunConfig) -> None:
         raise ConfigError(
             "export.weights=ema: no average is kept. Set train.ema_decay=0.999, or use export.weights=last."
         )
-    target = open_target_config(config.target)
-    published = DrafterShape.from_config(config).to_published(
-        config.export.dtype,
-        bos_token_id=target.bos_token_id,
-        eos_token_id=list(target.eos_token_ids),
-        pad_token_id=target.pad_token_id,
-    )
-    errors = [finding for finding in check_config(published, target=target) if finding.severity == ERROR]
+    target, shape = open_target_config(config.target), DrafterShape.from_config(config)
+    published = published_config(shape, target, config.export.dtype)
+    errors = [str(finding) for finding in check_config(published, target=target) if finding.severity == ERROR]
+    if config.export.format == "gguf":
+        gguf_package()
+        errors += shape_faults(shape)
     if errors:
-        listed = "\n  ".join(map(str, errors))
+        listed = "\n  ".join(errors)
         raise ExportError(f"a drafter of this configuration could not be exported; change drafter.*:\n  {listed}")
 
 
-def weights_source(checkpoint: Path, weights: str) -> dict[str, Any]:
+def weights_record(config: RunConfig, checkpoint: Path, source: CheckpointWeights) -> dict[str, Any]:
     """What identifies the exported weights: the checkpoint's name, step and hash, and what its run recorded."""
-    path = checkpoint / (AVERAGED_WEIGHTS if weights == "ema" else WEIGHTS)
-    manifest = payload.read_json(checkpoint / MANIFEST)
-    source: dict[str, Any] = {
+    hashes = {f"{path.parent.name}/{path.name}": sha256_file(path) for path in source.paths}
+    averaged = len(hashes) > 1
+    return {
         "checkpoint": checkpoint.name,
-        "step": manifest["step"],
-        "weights": weights,
-        "weights_sha256": sha256_file(path) if path.exists() else None,
+        "step": payload.read_json(checkpoint / MANIFEST)["step"],
+        "weights": config.export.weights,
+        "weights_sha256": sha256_json(hashes) if averaged else next(iter(hashes.values())),
+        **({"mean_of": hashes} if averaged else {}),
+        **training_facts(config, checkpoint),
     }
-    record = checkpoint.parent / "run.json"
-    if record.exists():
-        trained = payload.read_json(record)
-        source["training"] = {key: trained.get(key) for key in ("git", "packages", "machine", "cache", "attestation")}
-    return source
 
 
 def already_exported(out_dir: Path, config: RunConfig, source: dict[str, Any]) -> bool:
@@ -106,14 +98,19 @@ def already_exported(out_dir: Path, config: RunConfig, source: dict[str, Any]) -
     if not (out_dir / payload.RECORD).exists():
         return False
     stored = payload.read_json(out_dir / payload.RECORD)
-    plain = to_plain(config)
+    now = _content_settings(public_value(to_plain(config)))
     same = (
         stored.get("tool") == payload.TOOL
         and stored.get("source", {}).get("weights_sha256") == source["weights_sha256"]
-        and stored.get("export", {}).get("dtype") == config.export.dtype
-        and all(stored.get("config", {}).get(key) == plain[key] for key in ("target", "drafter"))
+        and _content_settings(stored.get("config", {})) == now
     )
     return same and not any(finding.severity == ERROR for finding in check_folder(out_dir))
+
+
+def _content_settings(plain: dict[str, Any]) -> dict[str, Any]:
+    """The part of a configuration that decides what an export of given weights holds."""
+    export = {key: value for key, value in plain.get("export", {}).items() if key not in NOT_CONTENT}
+    return {"target": plain.get("target"), "drafter": plain.get("drafter"), "export": export}
 
 
 def export_checkpoint(config: RunConfig) -> Path:
@@ -127,20 +124,13 @@ def export_checkpoint(config: RunConfig) -> Path:
             that breaks a rule of the published layout.
     """
     checkpoint = chosen_checkpoint(config)
-    source = weights_source(checkpoint, config.export.weights)
+    source = checkpoint_source(config, checkpoint)
+    record = weights_record(config, checkpoint, source)
     out_dir = absolute(config.export.output_dir)
-    if already_exported(out_dir, config, source):
+    if already_exported(out_dir, config, record):
         logger.info("%s is exported already (%s)", checkpoint.name, out_dir)
         return out_dir
-    drafter = Drafter(DrafterShape.from_config(config))
-    try:
-        drafter.load_state_dict(load_drafter_weights(checkpoint, averaged=config.export.weights == "ema"), strict=True)
-    except RuntimeError as error:
-        raise ExportError(
-            f"{checkpoint}: its weights are of another drafter than this configuration describes. "
-            f"Use the experiment it was trained with. {error}"
-        ) from error
-    record = {**run_record(to_plain(config)), "source": source}
+    whole = {**run_record(to_plain(config)), "source": record}
     return export_hf(
-        drafter, config, open_target_config(config.target), out_dir, run_record=record, dtype=config.export.dtype
+        source, config, open_target_config(config.target), out_dir, run_record=whole, dtype=config.export.dtype
     )

@@ -72,6 +72,9 @@ def test_a_trained_drafter_is_exported_and_decodes_losslessly(run: Path) -> None
     assert (run / "eval" / "acceptance.png").stat().st_size > 10_000
     text = json.dumps(report)
     assert '"equal": false' not in text
+    call("dflash2-export", run)  # the measurement goes into the card
+    assert "| served by vLLM | not measured |" in (export / "README.md").read_text()
+    assert len(list(export.glob("evaluation-*.json"))) == 1
     before = stamps(run)
     for name in ("dflash2-gen-data", "dflash2-train", "dflash2-export"):
         call(name, run)

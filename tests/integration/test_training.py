@@ -95,6 +95,9 @@ def test_training_lowers_the_loss_and_exports_a_drafter(straight: RunConfig) -> 
     assert (Path(straight.export.output_dir) / "mask_embedding.pt").exists()
     record = json.loads((Path(straight.train.output_dir) / "run.json").read_text())
     assert record["attestation"]["tokens"] >= straight.data.attest.tokens
+    assert record["warm_start"] == []
+    exported = json.loads((Path(straight.export.output_dir) / "run.json").read_text())
+    assert exported["run_id"] == record["run_id"]
 
 
 def test_a_killed_run_resumed_equals_the_uninterrupted_one_bit_for_bit(
@@ -177,6 +180,8 @@ def test_a_warm_start_from_a_run_begins_where_that_one_ended(
     expected, found = weights(straight), weights(config, step=1)
     for name in expected:
         torch.testing.assert_close(expected[name], found[name], rtol=0, atol=1e-8)
+    (parent,) = json.loads((Path(config.train.output_dir) / "run.json").read_text())["warm_start"]
+    assert (parent["kind"], parent["step"]) == ("checkpoint", STEPS)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

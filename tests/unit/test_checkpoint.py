@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dflash2_train.checkpoint import (
     AVERAGED_WEIGHTS,
@@ -21,12 +22,11 @@ from dflash2_train.checkpoint import (
     best_checkpoint,
     check_resumable,
     load_checkpoint,
-    load_drafter_weights,
     mark_best,
     newest_checkpoint,
     save_checkpoint,
 )
-from dflash2_train.config import ConfigError, RunConfig
+from dflash2_train.config import RunConfig
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.train import fingerprint
 from tests.drafters import random_drafter
@@ -194,13 +194,9 @@ def test_two_ranks_may_continue_one_when_the_windows_stay_the_same(tiny_config: 
     assert fingerprint(tiny_config, data, 1) == one
 
 
-def test_averaged_weights_are_exported_when_there_are_any_and_refused_by_key_otherwise(
-    tmp_path: Path, drafter: Drafter
-) -> None:
+def test_a_moving_average_is_saved_whole_where_there_is_one(tmp_path: Path, drafter: Drafter) -> None:
     plain, averaged = save(tmp_path, drafter, 1), save(tmp_path, drafter, 2, averaged=True)
-    assert (averaged / AVERAGED_WEIGHTS).exists()
-    found = load_drafter_weights(averaged, averaged=True)
+    assert not (plain / AVERAGED_WEIGHTS).exists()
+    found = load_file(averaged / AVERAGED_WEIGHTS)
     assert found.keys() == drafter.state_dict().keys()
     torch.testing.assert_close(found["fc.weight"], drafter.fc.weight.detach() + 3.0)
-    with pytest.raises(ConfigError, match=r"export\.weights=ema"):
-        load_drafter_weights(plain, averaged=True)

@@ -8,8 +8,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 
+from data_gen.stage_plan import plan_stage
 from dflash2_train.app import register_schema
 from dflash2_train.config import ConfigError, RunConfig, load_config
+from dflash2_train.export.doctor import check_config
+from dflash2_train.model.drafter_config import DrafterShape
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -45,6 +48,48 @@ def test_the_flagship_recipe_is_as_designed() -> None:
     assert (config.drafter.block_size, config.drafter.mask_token_id) == (8, 154856)
     assert (config.loss.gamma, config.data.teacher_top_k) == (6.5, 20)
     assert (config.data.sampling.temperature, config.data.sampling.top_p) == (1.0, 0.95)
+
+
+def test_the_small_flagship_slides_everywhere_and_shares_the_rest() -> None:
+    full, sliding = load("+experiment=glm53_flash"), load("+experiment=glm53_flash_swa")
+    assert sliding.drafter.resolved_layer_types() == ["sliding_attention"] * 5
+    assert (sliding.drafter.sliding_window, sliding.drafter.block_size) == (2048, 8)
+    assert sliding.drafter.target_layer_ids == [5, 14, 24, 33, 42]
+    assert (sliding.target, sliding.loss, sliding.data.sampling) == (full.target, full.loss, full.data.sampling)
+    assert sliding.run_dir != full.run_dir
+
+
+def test_the_recipe_of_the_large_target_is_as_designed() -> None:
+    config = load("+experiment=glm53")
+    target, drafter = config.target, config.drafter
+    assert (target.hidden_size, target.num_layers, target.vocab_size) == (6144, 78, 154880)
+    assert drafter.resolved_layer_types() == ["sliding_attention"] * 4 + ["full_attention"]
+    assert (drafter.num_heads, drafter.num_kv_heads, drafter.head_dim) == (64, 16, 128)
+    assert (drafter.block_size, drafter.target_layer_ids) == (12, [1, 20, 38, 56, 75])
+    assert config.train.anchors_per_document == 128
+    assert config.export.resolved_num_proposals(drafter) == config.eval.num_drafted == 8
+
+
+def test_the_dense_target_has_a_mask_token_beyond_its_tokenizer() -> None:
+    config = load("+experiment=qwen3_8b")
+    assert (config.target.hidden_size, config.target.num_layers, config.target.vocab_size) == (4096, 36, 151936)
+    assert 151669 <= config.drafter.mask_token_id < config.target.vocab_size
+    assert config.export.resolved_num_proposals(config.drafter) == 7
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_published_config_of_every_experiment_breaks_no_rule(experiment: str) -> None:
+    config = load(f"+experiment={experiment}")
+    ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    assert check_config(DrafterShape.from_config(config).to_published("bfloat16", **ids)) == []
+
+
+@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name != "smollm2_cpu"])
+def test_every_large_recipe_is_planned_before_anything_is_read(experiment: str, tmp_path: Path) -> None:
+    plan = plan_stage(load(f"+experiment={experiment}", f"run_dir={tmp_path}"))
+    assert all(stage.hours is not None and stage.hours > 0 for stage in plan.stages)
+    assert all(fit.verdict in ("fits", "does not fit") for fit in plan.fits if fit.available is not None)
+    assert (tmp_path / "plan.json").exists()
 
 
 SEVEN = [

@@ -130,7 +130,7 @@ def damage_weights(folder: Path, kind: str) -> None:
     if kind == "missing":
         del tensors["layers.0.self_attn.k_norm.weight"]
     elif kind == "unexpected":
-        tensors["lm_head.weight"] = torch.zeros(4, 4)
+        tensors["mask_hidden"] = torch.zeros(4, 4)
     elif kind == "shape":
         tensors["fc.weight"] = tensors["fc.weight"][:, :-1].contiguous()
     elif kind == "int8":
@@ -144,7 +144,7 @@ def damage_weights(folder: Path, kind: str) -> None:
     ("kind", "text"),
     [
         ("missing", r"layers\.0\.self_attn\.k_norm\.weight: missing"),
-        ("unexpected", r"lm_head\.weight: unexpected"),
+        ("unexpected", r"mask_hidden: unexpected"),
         ("shape", r"fc\.weight: shape \[32, 95\]"),
         ("int8", r"layers\.1\.mlp\.up_proj\.weight: dtype I8"),
         ("cut", r"model\.safetensors: cannot be read"),
@@ -201,25 +201,7 @@ def test_loading_refuses_a_config_that_contradicts_itself(folder: Path) -> None:
         load_drafter(folder, torch.float32)
 
 
-def test_the_card_gives_each_server_its_own_count(folder: Path) -> None:
-    card = (folder / "README.md").read_text()
-    assert '"num_speculative_tokens": 3' in card
-    assert "--speculative-num-draft-tokens 4" in card
-    assert "--spec-draft-n-max 3" in card
-    assert "Nothing has been measured" in card
-
-
-def test_the_card_shows_measurements_only_as_given(tiny_config: RunConfig, tmp_path: Path) -> None:
-    record = {**RECORD, "measured": {"acceptance length (pooled)": 2.5}}
-    out = export_hf(
-        make_drafter(tiny_config), tiny_config, make_target_info(tiny_config), tmp_path / "out", run_record=record
-    )
-    card = (out / "README.md").read_text()
-    assert "| acceptance length (pooled) | 2.5 |" in card
-    assert "Nothing has been measured" not in card
-
-
 def test_the_provenance_names_target_prompts_licences_and_commit(folder: Path) -> None:
     text = (folder / "PROVENANCE.txt").read_text()
-    for part in ("tiny", "apache-2.0", "starter prompts", "commit abc", sha256_file(folder / "model.safetensors")):
+    for part in ("tiny", "apache-2.0", "starter train", "commit abc", sha256_file(folder / "model.safetensors")):
         assert part in text

@@ -77,6 +77,13 @@ def test_averaged_weights_are_exported_on_demand_and_anew_when_the_choice_change
         assert torch.equal(found["fc.weight"], expected["fc.weight"].bfloat16())
 
 
+def test_averaged_weights_that_no_run_kept_are_refused_by_key(config: RunConfig) -> None:
+    write_checkpoint(config, 10)
+    config.export.weights = "ema"
+    with pytest.raises(UserError, match=r"export\.weights=ema"):
+        run.export_checkpoint(config)
+
+
 def test_exporting_the_same_checkpoint_again_touches_nothing(config: RunConfig) -> None:
     write_checkpoint(config, 10)
     record = run.export_checkpoint(config) / "run.json"

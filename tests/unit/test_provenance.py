@@ -46,3 +46,41 @@ def test_a_run_record_names_the_command_without_folders_and_no_environment(monke
     assert "hf_secret" not in text
     assert "somebody" not in text
     assert record["packages"]["torch"]
+
+
+KEPT = ("name", "terms", "rate", "lr", "nothing", "prose", "api_key_env", "mask_token_id")
+
+
+def test_a_public_value_keeps_what_matters_and_drops_folders_and_hosts() -> None:
+    value = {
+        "run_dir": "/home/somebody/runs/tiny",
+        "command": ["dflash2-train", "data.root=~/big/data", "urls=[http://10.0.0.5:8000/v1]"],
+        "servers": {"urls": ["http://node7.corp:8000/v1"]},
+        "name": "targets/SmolLM2-135M-Instruct",
+        "terms": "see https://huggingface.co/datasets/x/y",
+        "rate": "3 tokens/s, 1/2",
+        "lr": 1e-3,
+        "nothing": None,
+        "prose": "no secret of it leaves",
+        "api_key_env": "MY_KEY",
+        "mask_token_id": 5,
+        "api_key": "abcdef",
+        "flags": ["serve", "--api-key=abcdef", "--hf-token abcdef", "{'api_key': 'abcdef', 'n': 1}"],
+    }
+    public = provenance.public_value(value)
+    assert public["run_dir"] == "…/tiny"
+    assert public["command"] == ["dflash2-train", "data.root=…/data", "urls=[http://…/v1]"]
+    assert public["servers"] == {"urls": ["http://…/v1"]}
+    assert {key: public[key] for key in KEPT} == {key: value[key] for key in KEPT}
+    assert public["flags"] == ["serve", "--api-key=…", "--hf-token …", "{'api_key': '…', 'n': 1}"]
+    assert "abcdef" not in json.dumps(public)
+    assert provenance.public_value(public) == public
+
+
+def test_gpus_are_named_by_the_drivers_own_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "NVIDIA_DEVICES", tmp_path)
+    assert provenance.machine()["gpus"] == []
+    for bus in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / bus).mkdir()
+        (tmp_path / bus / "information").write_text("Model: \t\t NVIDIA B300\nGPU UUID: \t GPU-1234\n")
+    assert provenance.machine()["gpus"] == ["NVIDIA B300", "NVIDIA B300"]

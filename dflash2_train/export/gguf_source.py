@@ -1,0 +1,190 @@
+"""Where a GGUF file's tensors come from: a published drafter folder, and the target's embedding where one is wanted.
+
+Nothing is held: a tensor is read from its safetensors file in runs of rows, whenever it is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from dflash2_train.config import GgufConfig, TargetConfig
+from dflash2_train.export.gguf_layout import EMBEDDING, HEAD, gguf_name, shape_faults, storage_type
+from dflash2_train.export.gguf_read import PIECE_VALUES
+from dflash2_train.export.gguf_types import GgufError
+from dflash2_train.export.payload import (
+    CONFIG,
+    MASK,
+    PLAIN_DTYPES,
+    WEIGHTS,
+    read_header,
+    read_json,
+    read_mask_embedding,
+    tensor_faults,
+)
+from dflash2_train.model.drafter import Drafter
+from dflash2_train.model.drafter_config import DrafterShape
+from dflash2_train.provenance import sha256_file
+from dflash2_train.target import TargetTensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceTensor:
+    """A tensor in a safetensors file, perhaps with one row replaced."""
+
+    path: Path
+    key: str
+    shape: tuple[int, ...]
+    row: int | None = None
+    row_values: Tensor | None = None  # [m]
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Whole rows [n, m] at a time, in the stored dtype; a vector is one row.
+
+        Raises:
+            GgufError: a value that is not finite.
+        """
+        width = self.shape[-1]
+        step = max(1, PIECE_VALUES // width)
+        with safe_open(self.path, framework="pt") as file:
+            matrix = len(self.shape) == 2
+            # norms and convolution bases are small: some thousand values, read at once
+            stored = file.get_slice(self.key) if matrix else file.get_tensor(self.key).reshape(-1, width)
+            num_rows = self.shape[0] if matrix else len(stored)
+            for start in range(0, num_rows, step):
+                yield self._checked(self._with_row(stored[start : start + step], start))
+
+    def _with_row(self, rows: Tensor, start: int) -> Tensor:
+        if self.row is None or self.row_values is None or not start <= self.row < start + len(rows):
+            return rows
+        rows = rows.clone()  # the slice may be the mapped file itself
+        rows[self.row - start] = self.row_values.to(rows.dtype)
+        return rows
+
+    def _checked(self, rows: Tensor) -> Tensor:
+        if not bool(rows.isfinite().all()):
+            raise GgufError(f"{self.path}: {self.key} holds values that are not finite. Use another checkpoint.")
+        return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTensor:
+    """A tensor of the file to write."""
+
+    name: str  # in the file
+    published: str
+    kind: str  # storage type
+    source: SourceTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As torch has it."""
+        return self.source.shape
+
+    @property
+    def num_values(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+class DrafterFolder:
+    """A published drafter: ours, or anybody's in that layout.
+
+    Args:
+        folder: with ``config.json`` and ``model.safetensors``; ``mask_embedding.pt`` where the drafter has a learned
+            mask vector. Beside the 6 + 15 L tensors the weights may hold ``embed_tokens.weight`` and
+            ``lm_head.weight``.
+
+    Raises:
+        GgufError: a file is missing or damaged, a tensor is missing, unknown or wrong, or llama.cpp would refuse the
+            drafter.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        try:
+            self.config: dict[str, Any] = read_json(self.folder / CONFIG)
+            self.shape = DrafterShape.from_published(self.config)
+            self.header = read_header(self.folder / WEIGHTS)
+            self.mask = self._read_mask()
+        except ValueError as error:
+            raise GgufError(f"{self.folder}: no drafter that can be converted: {error}") from error
+        table = (self.shape.vocab_size, self.shape.hidden_size)
+        optional = {name: table for name in (EMBEDDING, HEAD) if name in self.header}
+        self.expected = {**Drafter.expected_tensors(self.shape), **optional}
+        faults = tensor_faults(self.header, self.expected) + shape_faults(self.shape)
+        if faults:
+            listed = "\n  ".join(faults)
+            raise GgufError(f"{self.folder}: no drafter that llama.cpp could load:\n  {listed}")
+
+    @cached_property
+    def weights_sha256(self) -> str:
+        """Hex sha256 of the weights file."""
+        return sha256_file(self.folder / WEIGHTS)
+
+    def _read_mask(self) -> Tensor | None:
+        """The learned mask vector [H]; None where there is no file, so that the target's own row is meant."""
+        path = self.folder / MASK
+        if not path.exists():
+            return None
+        return read_mask_embedding(path, hidden_size=self.shape.hidden_size, mask_token_id=self.shape.mask_token_id)
+
+    def source(self, name: str) -> SourceTensor:
+        """A tensor of the weights by its published name."""
+        return SourceTensor(path=self.folder / WEIGHTS, key=name, shape=tuple(self.expected[name]))
+
+    def embedding(self, target: TargetConfig, choice: str) -> SourceTensor | None:
+        """The table for ``token_embd.weight``, the learned mask vector in its row; None = none is written.
+
+        Args:
+            target: whose table is taken where the folder brings none along.
+            choice: ``export.gguf.embedding``.
+        """
+        wanted = choice == "own" or (choice == "auto" and (self.mask is not None or EMBEDDING in self.header))
+        if not wanted:
+            return None
+        stored = self.source(EMBEDDING) if EMBEDDING in self.header else _target_embedding(target, self.shape)
+        if self.mask is None:
+            return stored
+        return SourceTensor(
+            path=stored.path,
+            key=stored.key,
+            shape=stored.shape,
+            row=self.shape.mask_token_id,
+            row_values=self.mask,
+        )
+
+    def plan(self, kind: str, settings: GgufConfig, embedding: SourceTensor | None) -> list[PlannedTensor]:
+        """Every tensor of a file of type ``kind``, in the order in which they are written."""
+        sources = {name: self.source(name) for name in self.expected if name != EMBEDDING}
+        if embedding is not None:
+            sources[EMBEDDING] = embedding
+        planned = []
+        for published, source in sources.items():
+            name = gguf_name(published)
+            stored = storage_type(name, source.shape, kind, settings.codebook_type)
+            planned.append(PlannedTensor(name=name, published=published, kind=stored, source=source))
+        return planned
+
+
+def _target_embedding(target: TargetConfig, shape: DrafterShape) -> SourceTensor:
+    """The target's embedding [V, H] where it lies."""
+    tensors = TargetTensors(target)
+    key = f"{tensors.decoder_prefix()}embed_tokens.weight"
+    path = tensors.path_of(key)
+    dtype, found = read_header(path)[key]
+    expected = (shape.vocab_size, shape.hidden_size)
+    if found != expected or dtype not in PLAIN_DTYPES:
+        raise GgufError(
+            f"target.name={target.name!r}: {key} is {dtype} {list(found)}, expected {list(expected)} in one of "
+            f"{', '.join(PLAIN_DTYPES)}. Use the target that the drafter was trained for, or "
+            "export.gguf.embedding=target to write no table."
+        )
+    return SourceTensor(path=path, key=key, shape=expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,17 +17,17 @@ if TYPE_CHECKING:
 
 STANDARD_ERRORS = 3.0  # that forecast and real decoding may differ by whatever the tolerance
 
-COLUMNS: tuple[tuple[str, tuple[str, tuple[str, ...]]], ...] = (
-    ("slot", ("{}", ("k",))),
-    ("accepted", ("{:.1%}", ("accepted",))),
-    ("if reached", ("{:.1%}", ("conditional",))),
-    ("lost: top-1 right", ("{:.1%}", ("lost_top1",))),
-    ("lost: candidate", ("{:.1%}", ("lost_ranked",))),
-    ("lost: missed", ("{:.1%}", ("lost_missed",))),
-    ("recall", ("{:.1%}", ("recall",))),
-    ("top-1", ("{:.1%}", ("top1",))),
-    ("confidence gap", ("{:+.1%}", ("confidence_gap",))),
-    ("sum min(p, q)", ("{:.3f} to {:.3f}", ("overlap", "overlap_bound"))),
+# Heading, format and figures of each column but the first.
+COLUMNS = (
+    ("accepted", "{:.1%}", ("accepted",)),
+    ("if reached", "{:.1%}", ("conditional",)),
+    ("lost: top-1 right", "{:.1%}", ("lost_top1",)),
+    ("lost: candidate", "{:.1%}", ("lost_ranked",)),
+    ("lost: missed", "{:.1%}", ("lost_missed",)),
+    ("recall", "{:.1%}", ("recall",)),
+    ("top-1", "{:.1%}", ("top1",)),
+    ("confidence gap", "{:+.1%}", ("confidence_gap",)),
+    ("sum min(p, q)", "{:.3f} to {:.3f}", ("overlap", "overlap_bound")),
 )
 CAPTION = "accepted to lost: rounds of the served chain; recall to sum: every position"
 
@@ -126,14 +127,15 @@ class Outcome:
         from rich.table import Table
 
         table = Table(title=self.summary(), title_justify="left", caption=CAPTION, caption_justify="left")
-        for heading, _ in COLUMNS:
+        for heading in ("slot", *(heading for heading, _, _ in COLUMNS)):
             table.add_column(heading, justify="right")
         for k in range(1, self.num_drafted + 1):
-            table.add_row(*(form.format(*self._cells(names, k)) for _, (form, names) in COLUMNS))
+            table.add_row(str(k), *(form.format(*self._at(names, k)) for _, form, names in COLUMNS))
         return table
 
-    def _cells(self, names: tuple[str, ...], k: int) -> list[object]:
-        return [k if name == "k" else self.rates.get(at_slot(name, k), math.nan) for name in names]
+    def _at(self, names: Iterable[str], k: int) -> list[float]:
+        """Figures at slot k; no number where nothing was counted."""
+        return [self.rates.get(at_slot(name, k), math.nan) for name in names]
 
     def _number(self, name: str) -> str:
         return f"{self.rates[name]:.3f}" if name in self.rates else "-"

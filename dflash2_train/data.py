@@ -18,6 +18,9 @@ from torch import Tensor
 from data_gen.cache.format import CapturedSample, CaptureManifest, IndexRow
 from data_gen.cache.row_plan import PlannedRow, RowPlan
 from dflash2_train.blocks import draw_anchors
+from dflash2_train.shapes import round_up
+
+TOKENS_MULTIPLE, ANCHORS_MULTIPLE = 64, 16  # see dflash2_train.shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +131,11 @@ def split_states(row: PlannedRow, states: Tensor) -> tuple[Tensor, ...]:
     return states.split([document.num_tokens for document in row.documents])
 
 
+def padded_length(lengths: Sequence[int]) -> int:
+    """S of a batch whose rows hold so many tokens."""
+    return round_up(max(lengths), TOKENS_MULTIPLE)
+
+
 def collate(
     rows: Sequence[Sequence[CapturedSample]],
     *,
@@ -145,7 +153,7 @@ def collate(
         epochs: one entry a row.
         tap_hidden: [B, S, T*H], if the states are in their places already.
     """
-    length = max(sum(len(sample.input_ids) for sample in row) for row in rows)
+    length = padded_length([sum(len(sample.input_ids) for sample in row) for row in rows])
     first = rows[0][0]
     top_k = first.teacher_ids.shape[1]
     shape = (len(rows), length)
@@ -179,7 +187,7 @@ def collate(
             drawn.append(draw + start)
             start += size
         anchors.append(torch.cat(drawn))
-    count = max(1, max(len(row_anchors) for row_anchors in anchors))
+    count = round_up(max(1, *(len(row_anchors) for row_anchors in anchors)), ANCHORS_MULTIPLE)
     anchor_positions = torch.zeros((len(rows), count), dtype=torch.int64)
     anchor_valid = torch.zeros((len(rows), count), dtype=torch.bool)
     for b, row_anchors in enumerate(anchors):
@@ -260,7 +268,7 @@ class WindowLoader:
 
     def _batch(self, planned: Sequence[PlannedRow]) -> PackedBatch:
         lengths = [sum(document.num_tokens for document in row.documents) for row in planned]
-        shape = (len(planned), max(lengths), self._source.width)
+        shape = (len(planned), padded_length(lengths), self._source.width)
         tap_hidden = torch.empty(shape, dtype=torch.bfloat16, pin_memory=self._pin)
         rows = []
         for row, length, states in zip(planned, lengths, tap_hidden, strict=True):

@@ -8,6 +8,7 @@ from torch import Tensor
 from dflash2_train.losses.shaping import Shaping
 from dflash2_train.losses.sweep import Workspace, sweep_budget
 from dflash2_train.model.gathered import gathered_dots
+from dflash2_train.shapes import padded_rows
 
 GROUP = 64  # logits that share one maximum in the search for the largest
 
@@ -69,11 +70,13 @@ def unary_candidates(
     chunk = max(1, budget // (vocab * head_weight.element_size()))
     values = torch.empty((len(hidden), top_k), dtype=hidden.dtype, device=hidden.device)
     ids = torch.empty((len(hidden), top_k), dtype=torch.int64, device=hidden.device)
-    raw = (workspace or Workspace()).take("raw", (min(chunk, len(hidden)), vocab), head_weight)
+    padded = padded_rows(hidden)
+    raw = (workspace or Workspace()).take("raw", (min(chunk, len(padded)), vocab), head_weight)
     for start in range(0, len(hidden), chunk):
+        states = padded[start : start + chunk]
         piece = slice(start, min(start + chunk, len(hidden)))
-        logits = torch.mm(hidden[piece], head_weight.t(), out=raw[: piece.stop - start])
-        values[piece], ids[piece] = top_candidates(logits, top_k)
+        logits = torch.mm(states, head_weight.t(), out=raw[: len(states)])
+        values[piece], ids[piece] = top_candidates(logits[: piece.stop - start], top_k)
     return shaping.apply(values), ids
 
 

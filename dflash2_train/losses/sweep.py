@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dflash2_train.losses.shaping import Shaping
+from dflash2_train.shapes import ROWS_MULTIPLE, padded_rows
 
 SCRATCH_BYTES = {2: 6 << 20, 4: 1 << 20, 8: 1 << 20}  # by bytes of a parameter: what products take beside their result
 LOGIT_BYTES = 4
@@ -132,22 +133,25 @@ def sweep(
     count, vocab = len(rows.hidden), head_weight.shape[0]
     products = 1 if rows.teacher_hidden is None else 2
     bytes_per_row = products * vocab * head_weight.element_size() + logit_pass.bytes_per_row
-    chunk = min(count, max(1, (budget - logit_pass.fixed_bytes) // bytes_per_row))
+    hidden = padded_rows(rows.hidden)  # the padding goes through the products alone
+    chunk = max(1, (budget - logit_pass.fixed_bytes) // bytes_per_row)
+    chunk = min(len(hidden), max(chunk // ROWS_MULTIPLE * ROWS_MULTIPLE, min(chunk, ROWS_MULTIPLE)))
     raw = workspace.take("raw", (chunk, vocab), head_weight)
     teacher_raw = None if products == 1 else workspace.take("teacher_raw", (chunk, vocab), head_weight)
-    gradient = torch.empty_like(rows.hidden, memory_format=torch.contiguous_format) if with_gradient else None
+    teacher_hidden = None if rows.teacher_hidden is None else padded_rows(rows.teacher_hidden)
+    gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format) if with_gradient else None
     parts = []
     for start in range(0, count, chunk):
-        span = slice(start, min(start + chunk, count))
-        piece, size = rows.piece(span), span.stop - start
-        logits = torch.mm(piece.hidden, head_weight.t(), out=raw[:size])
+        span = slice(start, min(start + chunk, len(hidden)))
+        size = min(span.stop, count) - start
+        logits = torch.mm(hidden[span], head_weight.t(), out=raw[: span.stop - start])
         teacher_logits = None
-        if teacher_raw is not None and piece.teacher_hidden is not None:
-            teacher_logits = torch.mm(piece.teacher_hidden, head_weight.t(), out=teacher_raw[:size])
-        parts.append(logit_pass.run(logits, teacher_logits, piece, with_gradient))
+        if teacher_raw is not None and teacher_hidden is not None:
+            teacher_logits = torch.mm(teacher_hidden[span], head_weight.t(), out=teacher_raw[: len(logits)])[:size]
+        parts.append(logit_pass.run(logits[:size], teacher_logits, rows.piece(span), with_gradient))
         if gradient is not None:
             torch.mm(logits, head_weight, out=gradient[span])
-    return concatenated(parts), gradient
+    return concatenated(parts), None if gradient is None else gradient[:count]
 
 
 def concatenated(parts: list[RowResults]) -> RowResults:

@@ -70,10 +70,17 @@ def _table_gradient(slope: Tensor, states: Tensor, table: Tensor, ids: Tensor) -
 
 
 def _gathered(table: Tensor, ids: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Pieces of the N rows, and the table rows [m, C, H] of each in ``dtype``, valid until the next piece."""
+    """Pieces of the N rows, and the table rows [m, C, H] of each in ``dtype``, valid until the next piece.
+
+    The last of several begins early enough to be as long as the others (see :mod:`dflash2_train.shapes`), so some rows
+    come twice.
+    """
     table = table.detach()
     buffer = None
-    for piece in _pieces(ids, table.shape[1]):
+    pieces = _pieces(ids, table.shape[1])
+    if len(pieces) > 1:
+        pieces[-1] = slice(len(ids) - pieces[0].stop, len(ids))
+    for piece in pieces:
         chosen = ids[piece]  # [m, C]
         if buffer is None:
             buffer = torch.empty((chosen.numel(), table.shape[1]), dtype=table.dtype, device=table.device)
@@ -84,7 +91,7 @@ def _gathered(table: Tensor, ids: Tensor, dtype: torch.dtype) -> Iterator[tuple[
 def _pieces(ids: Tensor, features: int) -> list[slice]:
     count, chosen = ids.shape
     step = max(1, PIECE_ELEMENTS // max(1, chosen * features))
-    return [slice(start, start + step) for start in range(0, count, step)]
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def _work_dtype(states: Tensor) -> torch.dtype:

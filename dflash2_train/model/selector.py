@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dflash2_train.model.gathered import gathered_dots
+from dflash2_train.shapes import padded_rows
 
 
 class CandidateSelector(nn.Module):
@@ -52,7 +53,9 @@ class CandidateSelector(nn.Module):
             [..., C] fp32.
         """
         predecessor = F.embedding(predecessor_ids, self.predecessor_codebook).float()  # [..., R]
-        query = predecessor * self.hidden_projection(hidden).float()  # [..., R]
+        rows = hidden.flatten(0, -2)  # [M, H]
+        projected = self.hidden_projection(padded_rows(rows))[: len(rows)].view_as(predecessor)
+        query = predecessor * projected.float()  # [..., R]
         dots = gathered_dots(query.flatten(0, -2), self.successor_codebook, candidate_ids.flatten(0, -2))
         return unary + dots.view_as(unary)  # [M, C] -> [..., C]
 

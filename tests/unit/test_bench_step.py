@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.bench.step_ours import loss_of, make_batch, make_objective, unfused_loss
 from tests.bench.train_step import WORKLOADS
 
-TINY = replace(WORKLOADS["tiny"], vocab=512, tokens=96, intermediate=128)
+TINY = replace(WORKLOADS["tiny"], vocab=512, tokens=128, anchors=16, intermediate=128)
 
 
 @pytest.mark.parametrize("loss", [loss_of, unfused_loss])

@@ -10,7 +10,7 @@ import torch
 
 from data_gen.cache.format import CapturedSample
 from data_gen.cache.row_plan import PlannedRow, RowPlan
-from dflash2_train.data import PackedBatch, WindowLoader, collate
+from dflash2_train.data import ANCHORS_MULTIPLE, TOKENS_MULTIPLE, PackedBatch, WindowLoader, collate
 from dflash2_train.prefetch import Prefetcher
 from tests.ring_cases import PROMPT, ROW_TOKENS, SEED, PlainRows, make_documents, sample_of
 
@@ -39,23 +39,27 @@ def equal(one: PackedBatch, other: PackedBatch) -> bool:
     return same and one.sample_ids == other.sample_ids
 
 
+def valid_anchors(batch: PackedBatch) -> list[int]:
+    return batch.anchor_positions[0][batch.anchor_valid[0]].tolist()  # type: ignore[no-any-return]
+
+
 def test_a_packed_row_holds_each_document_unchanged_with_positions_restarting() -> None:
     one, two = sample_of(SHORT), sample_of(LONG)
     batch = collate([[one, two]], anchors_per_document=100, seed=0, epochs=[0])
-    assert batch.position_ids[0].tolist() == [*range(len(one)), *range(len(two))]
-    assert batch.document_ids[0].tolist() == [0] * len(one) + [1] * len(two)
-    assert torch.equal(batch.tap_hidden[0, len(one) :], two.tap_hidden)
+    size = len(one) + len(two)
+    assert batch.position_ids[0, :size].tolist() == [*range(len(one)), *range(len(two))]
+    assert batch.document_ids[0, :size].tolist() == [0] * len(one) + [1] * len(two)
+    assert torch.equal(batch.tap_hidden[0, len(one) : size], two.tap_hidden)
     assert torch.equal(batch.input_ids[0, : len(one)], one.input_ids.long())
     # anchors: completion tokens followed by one
     second = [len(one) + place for place in range(PROMPT, len(two) - 1)]
-    assert batch.anchor_positions[0].tolist() == [*range(PROMPT, len(one) - 1), *second]
-    assert bool(batch.anchor_valid.all())
+    assert valid_anchors(batch) == [*range(PROMPT, len(one) - 1), *second]
 
 
 def test_padding_belongs_to_no_document_and_padding_anchors_are_invalid() -> None:
     one, two = sample_of(SHORT), sample_of(LONG)
     batch = collate([[one], [two]], anchors_per_document=100, seed=0, epochs=[0, 0])
-    assert batch.document_ids[0].tolist() == [0] * len(one) + [-1] * (len(two) - len(one))
+    assert batch.document_ids[0].tolist() == [0] * len(one) + [-1] * (batch.input_ids.shape[1] - len(one))
     assert batch.anchor_valid.sum(-1).tolist() == [len(one) - PROMPT - 1, len(two) - PROMPT - 1]
     assert not bool(batch.loss_mask[0, len(one) :].any())
 
@@ -64,7 +68,18 @@ def test_anchors_of_a_sample_do_not_change_with_its_row() -> None:
     one, two = sample_of(SHORT), sample_of(LONG)
     alone = collate([[two]], anchors_per_document=3, seed=0, epochs=[0])
     packed = collate([[one, two]], anchors_per_document=3, seed=0, epochs=[0])
-    assert alone.anchor_positions[0].tolist() == [a - len(one) for a in packed.anchor_positions[0].tolist()[-3:]]
+    assert valid_anchors(alone) == [anchor - len(one) for anchor in valid_anchors(packed)[-3:]]
+
+
+def test_batches_of_many_sizes_have_few_shapes() -> None:
+    windows = loader(rows=1)
+    shapes = {
+        (*batch.input_ids.shape, batch.anchor_positions.shape[1])
+        for start in range(40)
+        for batch in windows.window(start)
+    }
+    assert all(length % TOKENS_MULTIPLE == 0 and anchors % ANCHORS_MULTIPLE == 0 for _, length, anchors in shapes)
+    assert len(shapes) < 4
 
 
 def test_two_ranks_share_the_window_that_one_rank_would_take() -> None:

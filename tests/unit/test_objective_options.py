@@ -210,11 +210,12 @@ def test_a_sampled_predecessor_is_a_served_candidate_of_the_slot_before_and_the_
     _, logits, _ = unary_reference(objective, batch, blocks)
     candidates = torch.full((*blocks.supervised.shape, 6), -1)
     candidates[blocks.supervised] = logits.topk(6).indices
+    valid = blocks.block_valid
     rows = zip(
         sampled(objective, [samples], 1.0, HALFWAY),
-        blocks.block_ids[0, :, 0].tolist(),
-        candidates.flatten(0, 1).tolist(),
-        blocks.supervised.flatten(0, 1).tolist(),
+        blocks.block_ids[..., 0][valid].tolist(),
+        candidates[valid].tolist(),
+        blocks.supervised[valid].tolist(),
         strict=True,
     )
     for found, anchor, own, supervised in rows:
@@ -237,7 +238,7 @@ def test_the_share_of_replaced_predecessors_is_the_one_asked_for(
 ) -> None:
     text, all_own = (sampled(objective, [samples], share, HALFWAY) for share in (0.0, 1.0))
     batch, blocks = batch_of([samples])
-    assert text == blocks.predecessor_ids.masked_fill(~blocks.supervised, -1).flatten(0, 1).tolist()
+    assert text == blocks.predecessor_ids.masked_fill(~blocks.supervised, -1)[blocks.block_valid].tolist()
     kept = total = 0
     for step in range(60):
         moment = replace(HALFWAY, step=step)

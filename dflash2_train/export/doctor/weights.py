@@ -117,7 +117,7 @@ class Weights:
             step = max(1, PIECE_ELEMENTS // row)
             part = file.get_slice(name)
             for start in range(0, stored.shape[0], step):
-                yield part[start : start + step].float()
+                yield part[start : min(start + step, stored.shape[0])].float()  # this backend refuses a longer slice
 
     def values(self, name: str) -> Tensor:
         """The whole tensor in float32, for small ones."""

@@ -1,0 +1,25 @@
+"""Few distinct shapes: sizes that vary from batch to batch are rounded up, and what fills them counts for nothing.
+
+Libraries prepare a kernel for every shape of a product that they meet. oneDNN keeps the last 1024 of them, half a
+megabyte each; with sizes as they come a step of training brings some 25 new ones, which take time to make and, worse,
+are freed again between the tensors of the heap: after 1000 steps a process of 0.9 GB live data held twice as much in
+holes, and its steps took a third longer. torch.compile likewise compiles again for new shapes.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+ROWS_MULTIPLE = 32  # of supervised slots, in products with the head and the selector's projection
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that is not below ``size``."""
+    return -(-size // multiple) * multiple
+
+
+def padded_rows(tensor: Tensor) -> Tensor:
+    """[N, ...] with rows of zeros up to the next multiple of ``ROWS_MULTIPLE``; itself if there is none to add."""
+    missing = -len(tensor) % ROWS_MULTIPLE
+    return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if missing else tensor

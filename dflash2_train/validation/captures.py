@@ -11,7 +11,7 @@ from data_gen.cache.reader import CaptureReader
 from data_gen.cache.row_plan import Document, PlannedRow, RowPlan
 from data_gen.cache.split import by_place, conversation_of
 from dflash2_train.config import RunConfig, absolute
-from dflash2_train.data import CachedRows, PackedBatch, collate
+from dflash2_train.data import CachedRows, PackedBatch, collate, padded_length
 from dflash2_train.training_data import TrainingData, documents_of
 
 
@@ -69,8 +69,8 @@ class Captures:
 
     def _batch(self, row: PlannedRow) -> PackedBatch:
         tokens = sum(document.num_tokens for document in row.documents)
-        states = torch.empty((1, tokens, self._source.width), dtype=torch.bfloat16)
-        samples = self._source.read(row, states[0])
+        states = torch.zeros((1, padded_length([tokens]), self._source.width), dtype=torch.bfloat16)
+        samples = self._source.read(row, states[0, :tokens])
         # A limit that no document reaches: nothing is drawn, so seed and epoch do not matter.
         return collate([samples], anchors_per_document=self._row_tokens, seed=0, epochs=[0], tap_hidden=states)
 

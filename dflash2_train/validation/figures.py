@@ -8,7 +8,8 @@ Along the served chain (of the path in question):
         rounds accepted through slot k, by all rounds and by those that reached it
     lost_top1/slotk, lost_ranked/slotk, lost_missed/slotk
         rounds that reached slot k and ended there: though the best unary logit was right, though the token was among
-        the candidates, because it was not. With conditional/slotk they add up to 1. Without a slot: shares of all lost tokens
+        the candidates, because it was not. With conditional/slotk they add up to 1. Without a slot: shares of all
+        lost tokens
 
 Over every position of every answer:
 

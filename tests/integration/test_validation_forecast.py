@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from data_gen.cache.format import CapturedSample
 from dflash2_train.config import LossConfig
-from dflash2_train.data import PackedBatch, collate
+from dflash2_train.data import collate
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.objective import Objective
 from dflash2_train.runner.loop import generate, plain_decode
@@ -22,31 +23,37 @@ from dflash2_train.validation.decode import FORECAST, REAL, RealDecoding, add_ro
 from dflash2_train.validation.figures import accepted_drafts, no_rows, row_figures
 from dflash2_train.validation.outcome import Outcome
 from dflash2_train.validation.slots import read_blocks
-from tests.integration.test_overfit import Trained, trained
-
-__all__ = ["trained"]  # a fixture
+from tests.cases import tiny_run_config
+from tests.overfitted import Overfitted, overfit
 
 DECODED = 28  # tokens decoded of each answer; the captured text goes on for a block and more
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Overfitted:
+    """A drafter that knows the target's greedy answer by heart."""
+    root: Path = tmp_path_factory.mktemp("forecast")
+    return overfit(tiny_run_config(root), root / "target")
+
+
 @pytest.fixture
-def unsure(trained: Trained) -> Iterator[Trained]:  # noqa: F811
+def unsure(trained: Overfitted) -> Iterator[Overfitted]:
     """The drafter with noise on its weights: it knows some of the text."""
-    model, drafter, prompt, settings = trained
+    drafter = trained.drafter
     kept = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.5 * parameter.std(unbiased=False))
-    yield model, drafter, prompt, settings
+    yield trained
     drafter.load_state_dict(kept)
 
 
 @torch.inference_mode()
-def captured_answer(trained: Trained) -> CapturedSample:  # noqa: F811
+def captured_answer(trained: Overfitted) -> CapturedSample:
     """The target's greedy answer as a capture would hold it, states in fp32 as the runner sees them."""
-    model, drafter, prompt, settings = trained
-    text = plain_decode(model, prompt, settings).token_ids
+    model, drafter, prompt = trained.model, trained.drafter, trained.prompt
+    text = plain_decode(model, prompt, trained.settings).token_ids
     ids = torch.tensor([*prompt, *text])
     states = model(ids[None], output_hidden_states=True)
     taps = [states.hidden_states[tap + 1][0] for tap in drafter.shape.target_layer_ids]
@@ -62,18 +69,23 @@ def captured_answer(trained: Trained) -> CapturedSample:  # noqa: F811
     )
 
 
-def forecast(trained: Trained, tokens: int) -> tuple[PackedBatch, Tensor]:  # noqa: F811
+def forecast(trained: Overfitted, tokens: int) -> Tensor:
     """Accepted drafts of each round that the forecast sees among the first ``tokens`` tokens of the answer."""
-    model, drafter, _, settings = trained
-    sample = captured_answer(trained)
-    embedding = model.get_input_embeddings().weight.detach()
-    objective = Objective(drafter, FrozenHead(embedding, embedding), LossConfig())
+    sample, settings = captured_answer(trained), replace(trained.settings, max_new_tokens=tokens)
+    embedding = trained.model.get_input_embeddings().weight.detach()
+    objective = Objective(trained.drafter, FrozenHead(embedding, embedding), LossConfig())
     batch = collate([[sample]], anchors_per_document=1000, seed=0, epochs=[0])
     table = read_blocks(objective, batch)
     _, served = row_figures(table)
-    decoding: Any = SimpleNamespace(prompts=[read_prompt(sample)], settings=replace(settings, max_new_tokens=tokens))
+    decoding: Any = SimpleNamespace(prompts=[read_prompt(sample)], settings=settings)
     chosen = served & RealDecoding.compared(decoding, batch, table.anchors)
-    return batch, accepted_drafts(table.selector[chosen])
+    return accepted_drafts(table.selector[chosen])
+
+
+def decoded(trained: Overfitted) -> Tensor:
+    """Accepted drafts of each round of the runner."""
+    settings = replace(trained.settings, max_new_tokens=DECODED)
+    return counted_rounds(generate(trained.model, trained.drafter, trained.prompt, settings))
 
 
 def outcome(forecast_rounds: Tensor, real_rounds: Tensor, drafter: Drafter) -> Outcome:
@@ -83,29 +95,25 @@ def outcome(forecast_rounds: Tensor, real_rounds: Tensor, drafter: Drafter) -> O
     return Outcome(step=1, sums=sums, num_drafted=3, weights="last", tolerance=0.25, seconds=0.0)
 
 
-def test_every_round_of_the_forecast_is_a_round_of_the_runner(unsure: Trained) -> None:
-    model, drafter, prompt, settings = unsure
-    real = counted_rounds(generate(model, drafter, prompt, replace(settings, max_new_tokens=DECODED)))
+def test_every_round_of_the_forecast_is_a_round_of_the_runner(unsure: Overfitted) -> None:
+    real = decoded(unsure)
     assert len(set(real.tolist())) > 2, "a case in which nothing or everything is accepted shows little"
-    _, seen = forecast(unsure, DECODED)
+    seen = forecast(unsure, DECODED)
     assert seen.tolist() == real.tolist()
-    assert outcome(seen, real, drafter).alarm() is None
+    assert outcome(seen, real, unsure.drafter).alarm() is None
 
 
 def test_a_block_of_the_runner_that_is_off_by_one_sets_off_the_alarm(
-    trained: Trained,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    trained: Overfitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, drafter, prompt, settings = trained
-    _, seen = forecast(trained, DECODED)
-    straight = drafter.decode_block
+    drafter = trained.drafter
+    seen, sound, straight = forecast(trained, DECODED), decoded(trained), drafter.decode_block
 
     def shifted(embeddings: Tensor, positions: Tensor, *rest: object) -> Tensor:
         return straight(embeddings, positions + 1, *rest)  # type: ignore[arg-type]
 
-    sound = counted_rounds(generate(model, drafter, prompt, replace(settings, max_new_tokens=DECODED)))
     assert outcome(seen, sound, drafter).alarm() is None
     monkeypatch.setattr(drafter, "decode_block", shifted)
-    broken = counted_rounds(generate(model, drafter, prompt, replace(settings, max_new_tokens=DECODED)))
+    broken = decoded(trained)
     assert float(broken.double().mean()) < float(sound.double().mean())
     assert outcome(seen.repeat(5), broken.repeat(5), drafter).alarm() is not None

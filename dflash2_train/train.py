@@ -189,6 +189,7 @@ def run_rank(config: RunConfig, output: Path, found: Checkpoint | None) -> int:
         data.close()
     if not finished:
         return EXIT_STOPPED
+    del run  # an evaluation behind the export needs its memory
     return export_result(config) if rank == 0 else 0
 
 
@@ -542,12 +543,16 @@ def fresh_drafter(config: RunConfig, shape: DrafterShape, frozen: FrozenHead, sa
 
 
 def export_result(config: RunConfig) -> int:
-    """Export the newest checkpoint, unless that very checkpoint is exported already."""
+    """Export the newest checkpoint, unless that very checkpoint is exported already; then the gate, if it is on."""
     from dflash2_train.export.formats import export_drafter
 
     folder = export_drafter(config)
     logger.info("serve-ready drafter: %s", folder)
-    return 0
+    if not config.eval.gate.after_training:
+        return 0
+    from dflash2_train.evaluate.cli import evaluate
+
+    return evaluate(config)
 
 
 def main() -> None:

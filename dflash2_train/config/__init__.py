@@ -21,6 +21,7 @@ from dflash2_train.config.prompts import PromptSourceConfig
 from dflash2_train.config.rules import DTYPES, ConfigError, UserError, absolute
 from dflash2_train.config.run import RunConfig, load_config, to_plain
 from dflash2_train.config.sampling import SamplingConfig
+from dflash2_train.config.served import EvalServerConfig, EvalTaskConfig, GateConfig
 from dflash2_train.config.store import StoreConfig
 from dflash2_train.config.stream import StreamConfig
 from dflash2_train.config.target import TargetConfig
@@ -35,8 +36,11 @@ __all__ = [
     "DataConfig",
     "DrafterConfig",
     "EvalConfig",
+    "EvalServerConfig",
+    "EvalTaskConfig",
     "ExportConfig",
     "GGUF_TYPES",
+    "GateConfig",
     "GenerationConfig",
     "GgufConfig",
     "HardwareConfig",

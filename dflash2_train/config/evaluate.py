@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
 from dflash2_train.config.drafter import DrafterConfig
 from dflash2_train.config.rules import DTYPES, require
+from dflash2_train.config.served import EvalServerConfig, EvalTaskConfig, GateConfig
+
+MODES = ("runner", "server")
 
 
 @dataclass(kw_only=True)
 class EvalConfig:
-    """The built-in runner's measurement."""
+    """A measurement with the built-in runner, or of a running server."""
 
     output_dir: str = MISSING
-    mode: str = "runner"
+    mode: str = "runner"  # runner: built in; server: eval.server.url
     drafter: str | None = None  # exported folder; None = export.output_dir
     max_new_tokens: int = MISSING
-    max_prompts: int | None = None
+    max_prompts: int | None = None  # of the hold-out, and of each task that names no number of its own
     num_drafted: int | None = None  # K; None = the drafter's block_size - 1
-    temperature: float = 0.0  # of the extra sampled pass; 0 = greedy only
+    temperature: float = 0.0  # runner: of the extra sampled pass, 0 = greedy only; server: of every request
     top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0  # 0 = off
     draft_sampling: str = "argmax"  # argmax | selector: how proposals are made when temperature > 0
     dtype: str = "float32"  # greedy equality is exact in fp32
     baseline: bool = True  # plain decoding of the same prompts, for equality and speed
     seed: int = 0
+    tasks: list[EvalTaskConfig] = field(default_factory=list)  # mode=server; empty = the experiment's hold-out
+    server: EvalServerConfig = field(default_factory=EvalServerConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
 
     def check(self, drafter: DrafterConfig) -> None:
-        require(self.mode == "runner", "eval.mode", self.mode, "only runner is built in so far", "Use runner.")
+        require(self.mode in MODES, "eval.mode", self.mode, f"must be one of {MODES}", "Use runner.")
         require(self.dtype in DTYPES, "eval.dtype", self.dtype, f"must be one of {DTYPES}", "Use float32.")
         require(self.max_new_tokens > 0, "eval.max_new_tokens", self.max_new_tokens, "must be positive", "Use 128.")
         require(self.temperature >= 0, "eval.temperature", self.temperature, "must be at least 0", "Use 0 for greedy.")
@@ -39,6 +47,8 @@ class EvalConfig:
             "must be argmax or selector",
             "Use argmax.",
         )
+        require(self.top_k >= 0, "eval.top_k", self.top_k, "must be 0 (off) or positive", "Use 0.")
+        require(0 <= self.min_p < 1, "eval.min_p", self.min_p, "must lie in [0, 1)", "Use 0 for off.")
         require(
             self.num_drafted is None or 1 <= self.num_drafted <= drafter.num_drafted,
             "eval.num_drafted",
@@ -46,3 +56,13 @@ class EvalConfig:
             f"must lie between 1 and drafter.block_size - 1 = {drafter.num_drafted}",
             "Leave it null for all of them.",
         )
+        if self.mode == "server":
+            self.server.check()
+        self._check_tasks()
+        self.gate.check()
+
+    def _check_tasks(self) -> None:
+        for number, task in enumerate(self.tasks):
+            task.check(f"eval.tasks[{number}]")
+        names = [task.name for task in self.tasks]
+        require(len(set(names)) == len(names), "eval.tasks[*].name", names, "must differ", "Rename one.")

@@ -1,26 +1,32 @@
-"""``dflash2-eval``: measure an exported drafter on the hold-out prompts with the built-in runner.
+"""``dflash2-eval``: measure an exported drafter with the built-in runner, or a server that runs it.
 
-Writes into eval.output_dir: ``results-<fingerprint>.jsonl`` (a line a prompt; a rerun continues it), ``report.json``,
-``report.md`` and ``acceptance.png``. A rerun with nothing left to measure loads no model and writes the reports again.
-Exit code 1 when the speculative greedy output is not the target's own.
+``eval.mode=runner`` writes into eval.output_dir: ``results-<fingerprint>.jsonl`` (a line a prompt; a rerun continues
+it), ``report.json``, ``report.md``, ``report.html`` and plots. A rerun with nothing left to measure loads no model and
+writes the reports again. ``eval.mode=server`` measures a running server, see ``server/run.py``. Both hold the result
+against ``eval.gate.baseline`` if one is named. ``dflash2-eval compare|report|gate`` read finished results, see
+``commands.py``. Exit code 1: the speculative greedy output is not the target's own, too many requests failed, or the
+gate failed.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash2_train.app import open_console, run_app
 from dflash2_train.config import ConfigError, RunConfig, absolute, to_plain
+from dflash2_train.evaluate.commands import NAMES, run_command
 from dflash2_train.provenance import atomic_write_json, atomic_write_text, run_record, sha256_file
 
 if TYPE_CHECKING:
     from dflash2_train.evaluate.holdout import HoldoutPrompt
     from dflash2_train.evaluate.records import ResultsFile
     from dflash2_train.evaluate.report import EvalReport
+    from dflash2_train.evaluate.runs import EvalRun
     from dflash2_train.model.drafter import Drafter
     from dflash2_train.model.drafter_config import DrafterShape
 
@@ -29,6 +35,7 @@ logger = logging.getLogger(__name__)
 DRAFTER_FILES = ("config.json", "model.safetensors", "mask_embedding.pt")
 PLOT_NAME = "acceptance.png"
 EXIT_NOT_EQUAL = 1
+EXIT_REQUESTS_FAILED = 1
 
 
 def drafter_folder(config: RunConfig) -> Path:
@@ -161,14 +168,19 @@ def run_measurement(
     measure_prompts(measurement, prompts, results)
 
 
-def write_report(report: EvalReport, output_dir: Path) -> None:
-    """report.json, report.md and the plot, each whole or not at all."""
+def write_report(report: EvalReport, output_dir: Path) -> EvalRun:
+    """report.json, report.md, report.html and the plots, each whole or not at all; returns what the JSON holds."""
     from dflash2_train.evaluate.plots import write_acceptance_plot
+    from dflash2_train.evaluate.publish import write_runs_report
     from dflash2_train.evaluate.render import to_markdown
+    from dflash2_train.evaluate.runs import run_of_report
 
-    atomic_write_json(output_dir / "report.json", report.to_json())
+    run = run_of_report(report)
+    atomic_write_json(output_dir / "report.json", {**report.to_json(), **run.to_json()})
     write_acceptance_plot(report, output_dir / PLOT_NAME)
     atomic_write_text(output_dir / "report.md", to_markdown(report, plot_name=PLOT_NAME))
+    write_runs_report(output_dir, f"Evaluation of {report.protocol['experiment']}", [run], markdown=False)
+    return run
 
 
 def drafter_record(folder: Path) -> Any:
@@ -178,7 +190,41 @@ def drafter_record(folder: Path) -> Any:
 
 
 def evaluate(config: RunConfig) -> int:
-    """Measure, report, and return the exit code."""
+    """Measure, report, hold against the gate, and return the exit code."""
+    return evaluate_server(config) if config.eval.mode == "server" else evaluate_runner(config)
+
+
+def gate_code(run: EvalRun, config: RunConfig) -> int:
+    """The exit code that the gate gives: 0 if it passed or none is configured."""
+    from dflash2_train.evaluate.gate import EXIT_DROPPED, check_gate
+
+    verdict = check_gate(run, config.eval.gate)
+    return 0 if verdict is None or verdict.passed else EXIT_DROPPED
+
+
+def evaluate_server(config: RunConfig) -> int:
+    """Measure the configured server, write its run and the report of all labels, and return the exit code."""
+    from dflash2_train.evaluate.publish import print_tables, write_runs_report
+    from dflash2_train.evaluate.readers import read_run
+    from dflash2_train.evaluate.server.run import measure_server, over_limit, run_folder
+    from dflash2_train.evaluate.server.store import REPORT_NAME
+
+    run = measure_server(config)
+    folder = run_folder(config).parent
+    others = sorted(path for path in folder.glob(f"*/{REPORT_NAME}") if path.parent != run_folder(config))
+    runs = [run, *(read_run(path) for path in others)]
+    tables = write_runs_report(folder, f"Server evaluation of {config.name}", runs)
+    console = open_console()
+    print_tables(tables, console)
+    console.print(f"reports: {folder}", highlight=False)
+    failures = over_limit(run, config.eval)
+    for line in failures:
+        logger.error("%s", line)
+    return max(EXIT_REQUESTS_FAILED if failures else 0, gate_code(run, config))
+
+
+def evaluate_runner(config: RunConfig) -> int:
+    """Measure with the built-in runner, write its reports, and return the exit code."""
     from dflash2_train.evaluate.holdout import load_holdout
     from dflash2_train.evaluate.records import ResultsFile
     from dflash2_train.evaluate.render import print_report
@@ -197,14 +243,17 @@ def evaluate(config: RunConfig) -> int:
         protocol=protocol,
         run={"evaluation": run_record(to_plain(config)), "drafter": drafter_record(folder)},
     )
-    write_report(report, output_dir)
+    run = write_report(report, output_dir)
     print_report(report, console)
     console.print(f"reports: {output_dir}", highlight=False)
-    return EXIT_NOT_EQUAL if report.equality is not None and report.equality.failures else 0
+    failed = report.equality is not None and bool(report.equality.failures)
+    return max(EXIT_NOT_EQUAL if failed else 0, gate_code(run, config))
 
 
 def main() -> None:
     """Entry of the console script."""
+    if sys.argv[1:2] and sys.argv[1] in NAMES:
+        sys.exit(run_command(sys.argv[1:]))
     run_app("dflash2-eval", evaluate)
 
 

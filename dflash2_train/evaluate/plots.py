@@ -1,4 +1,4 @@
-"""Two panels from a report: acceptance by drafted position, and how many drafts a round accepted.
+"""Figures: the runner's acceptance by position and by round, and runs beside each other.
 
 The one door to matplotlib, opened only when a figure is drawn.
 """
@@ -6,10 +6,14 @@ The one door to matplotlib, opened only when a figure is drawn.
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from dflash2_train.evaluate.intervals import length_interval
 from dflash2_train.evaluate.report import EvalReport, PassReport
+from dflash2_train.evaluate.runs import Acceptance, Cell, EvalRun
+from dflash2_train.evaluate.series import Series, Spot, by_prompt_length, series_of, spot_names, spots_of
 from dflash2_train.provenance import atomic_write_bytes
 
 if TYPE_CHECKING:
@@ -17,6 +21,8 @@ if TYPE_CHECKING:
 
 CONDITIONAL_COLOR, PLAIN_COLOR, HISTOGRAM_COLOR = "#1f5fa8", "#9bbbdc", "#5a8f4e"
 LABEL_SIZE = 8
+SERIES_COLORS = ("#1f5fa8", "#c9622f", "#5a8f4e", "#8a5aa8", "#b08a1e", "#3f8f99", "#a83f5f", "#6b6b6b")
+PANEL_WIDTH, PANEL_HEIGHT = 6.4, 4.2  # inches
 
 
 def write_acceptance_plot(report: EvalReport, path: Path) -> None:
@@ -77,3 +83,197 @@ def _draw_histogram(axes: Axes, part: PassReport) -> None:
     axes.set_xlabel("drafts accepted in a round")
     axes.set_ylabel("share of rounds, %")
     axes.set_title("Rounds by accepted drafts (bars labelled with the count)", fontsize=10)
+
+
+def draw_runs(runs: Sequence[EvalRun]) -> bytes | None:
+    """Runs beside each other as a PNG: by position, by task, by prompt length, throughput by concurrency.
+
+    A panel without figures is left out; None if none is left. The first run that speculates is dashed: it is what the
+    others are read against.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    series = series_of(runs)
+    makers = (_positions_panel, _tasks_panel, _lengths_panel, _throughput_panel)
+    panels = [panel for panel in (make(series) for make in makers) if panel is not None]
+    if not panels:
+        return None
+    columns = min(len(panels), 2)
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(PANEL_WIDTH * columns, PANEL_HEIGHT * rows), dpi=150, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    grid = figure.subplots(rows, columns, squeeze=False).flat
+    for axes in list(grid)[len(panels) :]:
+        axes.set_axis_off()
+    for axes, draw in zip(figure.axes, panels, strict=False):
+        draw(axes)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="0.9")
+        axes.set_axisbelow(True)
+        axes.legend(fontsize=LABEL_SIZE, frameon=False)
+    png = io.BytesIO()
+    canvas.print_png(png)
+    return png.getvalue()
+
+
+Panel = Callable[["Axes"], None]
+
+
+def _color(one: Series, series: Sequence[Series]) -> str:
+    """The same in every panel."""
+    return SERIES_COLORS[[other.name for other in series].index(one.name) % len(SERIES_COLORS)]
+
+
+def _line(one: Series, series: Sequence[Series]) -> dict[str, Any]:
+    speculating = [other.name for other in series if other.speculates]
+    dashed = len(speculating) > 1 and one.name == speculating[0]
+    style = "--" if dashed else "-"
+    return {"marker": "o", "markersize": 4, "label": one.name, "color": _color(one, series), "linestyle": style}
+
+
+def _positions_panel(series: Sequence[Series]) -> Panel | None:
+    lines = []
+    for one in series:
+        parts = [cell.acceptance for cell in one.cells if cell.acceptance and cell.acceptance.accepted_per_position]
+        if parts and len({len(part.accepted_per_position) for part in parts}) == 1:
+            total = sum(parts[1:], start=parts[0])
+            lines.append((one, [100 * rate for rate in total.plain_rates]))
+
+    def draw(axes: Axes) -> None:
+        for one, rates in lines:
+            axes.plot(range(1, len(rates) + 1), rates, **_line(one, series))
+        axes.set_ylim(0, 100)
+        axes.set_xticks(range(1, max(len(rates) for _, rates in lines) + 1))
+        axes.set_xlabel("drafted position")
+        axes.set_ylabel("accepted, % of rounds")
+        axes.set_title("Acceptance by position, all tasks pooled", fontsize=10)
+
+    return draw if lines else None
+
+
+def _tasks_panel(series: Sequence[Series]) -> Panel | None:
+    speculating = [one for one in series if one.speculates]
+    spots = spots_of(speculating)
+    names = spot_names(spots)
+    if not spots:
+        return None
+
+    def draw(axes: Axes) -> None:
+        width = 0.8 / len(speculating)
+        for index, one in enumerate(speculating):
+            shown = [(place, cell) for place, spot in enumerate(spots) if (cell := _with_length(one, spot)) is not None]
+            heights = [_length(cell) for _, cell in shown]
+            bars = axes.bar(
+                [place + (index - (len(speculating) - 1) / 2) * width for place, _ in shown],
+                heights,
+                width,
+                yerr=_error_bars([cell for _, cell in shown]),
+                error_kw={"elinewidth": 0.8},
+                color=_color(one, series),
+                label=one.name,
+            )
+            if len(spots) * len(speculating) <= 16:
+                axes.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=LABEL_SIZE, padding=1)
+        _name_ticks(axes, names)
+        axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
+        axes.set_ylabel("acceptance length (pooled)")
+        axes.set_title("Acceptance length by task, with 95% intervals", fontsize=10)
+
+    return draw
+
+
+def _name_ticks(axes: Axes, names: Sequence[str]) -> None:
+    """Names along the x axis, slanted where they would meet."""
+    slanted = len(names) > 4
+    axes.set_xticks(
+        range(len(names)),
+        names,
+        fontsize=LABEL_SIZE,
+        rotation=35 if slanted else 0,
+        ha="right" if slanted else "center",
+    )
+
+
+def _with_length(series: Series, spot: Spot) -> Cell | None:
+    cell = series.at(spot)
+    return cell if cell is not None and cell.acceptance is not None and cell.acceptance.length is not None else None
+
+
+def _length(cell: Cell) -> float:
+    assert cell.acceptance is not None and cell.acceptance.length is not None
+    return cell.acceptance.length
+
+
+def _error_bars(cells: Sequence[Cell]) -> list[list[float]]:
+    """Distances below and above each length; 0 where no interval is known."""
+    below, above = [], []
+    for cell in cells:
+        interval = length_interval(cell)
+        below.append(0.0 if interval is None else max(0.0, _length(cell) - interval.low))
+        above.append(0.0 if interval is None else max(0.0, interval.high - _length(cell)))
+    return [below, above]
+
+
+def _lengths_panel(series: Sequence[Series]) -> Panel | None:
+    lines: list[tuple[Series, dict[str, float]]] = []
+    for one in series:
+        sums: dict[str, Acceptance] = {}
+        for cell in one.cells:
+            for tokens, _, counts in by_prompt_length(cell):
+                sums[tokens] = sums[tokens] + counts if tokens in sums else counts
+        lengths = {tokens: counts.length for tokens, counts in sums.items() if counts.length is not None}
+        if lengths:
+            lines.append((one, lengths))
+    buckets = sorted({tokens for _, lengths in lines for tokens in lengths}, key=lambda text: int(text.split()[0]))
+    if len(buckets) < 2:
+        return None
+
+    def draw(axes: Axes) -> None:
+        for one, lengths in lines:
+            places = [place for place, tokens in enumerate(buckets) if tokens in lengths]
+            axes.plot(places, [lengths[buckets[place]] for place in places], **_line(one, series))
+        _name_ticks(axes, buckets)
+        axes.set_ylim(0, 1.2 * max(length for _, lengths in lines for length in lengths.values()))
+        axes.set_xlabel("prompt tokens")
+        axes.set_ylabel("acceptance length (pooled)")
+        axes.set_title("Acceptance length by prompt length", fontsize=10)
+
+    return draw
+
+
+def _throughput_panel(series: Sequence[Series]) -> Panel | None:
+    lines = []
+    for one in series:
+        by_concurrency: dict[int, list[Cell]] = {}
+        for cell in one.cells:
+            by_concurrency.setdefault(cell.concurrency, []).append(cell)
+        speeds = {
+            concurrency: sum(cell.output_tokens for cell in cells) / sum(cell.seconds for cell in cells)
+            for concurrency, cells in sorted(by_concurrency.items())
+            if sum(cell.seconds for cell in cells) > 0
+        }
+        if speeds:
+            lines.append((one, speeds))
+    if not lines:
+        return None
+
+    def draw(axes: Axes) -> None:
+        steps = sorted({concurrency for _, speeds in lines for concurrency in speeds})
+        width = 0.8 / len(lines)
+        for index, (one, speeds) in enumerate(lines):
+            bars = axes.bar(
+                [steps.index(concurrency) + (index - (len(lines) - 1) / 2) * width for concurrency in speeds],
+                list(speeds.values()),
+                width,
+                color=_color(one, series),
+                label=one.name,
+            )
+            axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds.values()], fontsize=LABEL_SIZE, padding=1)
+        axes.set_xticks(range(len(steps)), [str(step) for step in steps])
+        axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
+        axes.set_xlabel("concurrency")
+        axes.set_ylabel("output tokens/s")
+        axes.set_title("Throughput, all tasks of a run", fontsize=10)
+
+    return draw

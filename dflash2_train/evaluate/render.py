@@ -135,7 +135,8 @@ BUCKET_HEADER = ("prompt tokens", "prompts", "rounds", "acceptance length (poole
 SPEED_HEADER = ("decoder", "output tokens", "tokens/s", "decode tokens/s", "ms a step", "seconds by part")
 
 
-def _markdown_table(header: Row, rows: Sequence[Row]) -> str:
+def markdown_table(header: Row, rows: Sequence[Row]) -> str:
+    """A table in Markdown."""
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(lines)
@@ -148,23 +149,24 @@ def to_markdown(report: EvalReport, *, plot_name: str | None = None) -> str:
     for name, part in passes(report):
         parts += [
             f"\n## Acceptance, {name}\n",
-            _markdown_table(ACCEPTANCE_HEADER, acceptance_rows(part)),
+            markdown_table(ACCEPTANCE_HEADER, acceptance_rows(part)),
             "\nBy drafted position:\n",
-            _markdown_table(POSITION_HEADER, position_rows(part)),
+            markdown_table(POSITION_HEADER, position_rows(part)),
             "\nBy prompt length:\n",
-            _markdown_table(BUCKET_HEADER, bucket_rows(part)),
+            markdown_table(BUCKET_HEADER, bucket_rows(part)),
         ]
     if plot_name is not None:
         parts.append(f"\n![Acceptance by position and accepted drafts a round]({plot_name})")
     parts += ["\n## Greedy equality\n", *(f"- {line}" for line in equality_lines(report))]
-    parts += ["\n## Speed\n", _markdown_table(SPEED_HEADER, speed_rows(report))]
+    parts += ["\n## Speed\n", markdown_table(SPEED_HEADER, speed_rows(report))]
     if report.speedup is not None:
         parts.append(f"\nSpeed-up of greedy decoding: {report.speedup:.2f}x (decode tokens/s, prefill excluded).")
     parts += ["\n## Formulas\n", *(f"- `{name}` = {formula}" for name, formula in report.formulas.items()), ""]
     return "\n".join(parts)
 
 
-def _rich_table(title: str, header: Row, rows: Sequence[Row]) -> Table:
+def rich_table(title: str, header: Row, rows: Sequence[Row]) -> Table:
+    """A table for the console; words to the left, figures to the right."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for index, name in enumerate(header):
         table.add_column(name, justify="left" if index == 0 or name in ("from", "seconds by part") else "right")
@@ -176,11 +178,11 @@ def _rich_table(title: str, header: Row, rows: Sequence[Row]) -> Table:
 def print_report(report: EvalReport, console: Console) -> None:
     """The report on a console."""
     for name, part in passes(report):
-        console.print(_rich_table(f"acceptance, {name}", ACCEPTANCE_HEADER, acceptance_rows(part)))
-        console.print(_rich_table(f"by drafted position, {name}", POSITION_HEADER, position_rows(part)))
+        console.print(rich_table(f"acceptance, {name}", ACCEPTANCE_HEADER, acceptance_rows(part)))
+        console.print(rich_table(f"by drafted position, {name}", POSITION_HEADER, position_rows(part)))
         if len(part.buckets) > 1:
-            console.print(_rich_table(f"by prompt length, {name}", BUCKET_HEADER, bucket_rows(part)))
-    console.print(_rich_table("speed", SPEED_HEADER, speed_rows(report)))
+            console.print(rich_table(f"by prompt length, {name}", BUCKET_HEADER, bucket_rows(part)))
+    console.print(rich_table("speed", SPEED_HEADER, speed_rows(report)))
     if report.speedup is not None:
         console.print(f"speed-up of greedy decoding: {report.speedup:.2f}x (decode tokens/s)", highlight=False)
     failed = report.equality is not None and bool(report.equality.failures)

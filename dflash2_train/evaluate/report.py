@@ -9,7 +9,7 @@ emitted figure, after the cut, stands beside it. Pooled means over all rounds; p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from dflash2_train.evaluate.records import DecodeRecord, PromptRecord
@@ -24,9 +24,9 @@ FORMULAS = {
     "emitted_length_pooled": "emitted / rounds (emitted: committed tokens left after stop and length cut the output)",
     "accepted_per_round": "accepted / rounds",
     "acceptance_rate": "accepted / proposed",
-    "plain_rates[k]": "accepted_per_position[k] / proposed_per_position[k]",
+    "plain_rates[k]": "accepted_per_position[k] / proposed_per_position[k] (servers: / rounds)",
     "conditional_rates[k]": "accepted_per_position[k] / reached_per_position[k] (reached: all earlier drafts accepted)",
-    "tokens_per_second": "output tokens / (prefill + decode seconds)",
+    "tokens_per_second": "output tokens / (prefill + decode seconds) (servers: / wall seconds of the measurement)",
     "decode_tokens_per_second": "(output tokens - prompts) / decode seconds; the drafter's prompt pass is decode",
 }
 
@@ -91,6 +91,7 @@ class PassReport:
     rates: Rates
     buckets: list[Bucket]
     speed: Speed
+    per_request: list[list[int]] = field(default_factory=list)  # a prompt: its index, rounds, accepted, prompt tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +136,7 @@ class EvalReport:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> EvalReport:
-        """The inverse of :meth:`to_json`.
+        """The inverse of :meth:`to_json`; the keys that every report.json shares are left to ``runs.EvalRun``.
 
         Raises:
             ValueError: another schema version.
@@ -144,14 +145,15 @@ class EvalReport:
             raise ValueError(
                 f"schema_version={value['schema_version']}: this code reads {SCHEMA_VERSION}. Run the evaluation again."
             )
-        fields = dict(value)
-        fields["greedy"] = _pass_from_json(value["greedy"])
-        fields["sampled"] = _pass_from_json(value["sampled"]) if value["sampled"] else None
-        fields["baseline"] = Speed(**value["baseline"]) if value["baseline"] else None
+        own = {one.name for one in fields(EvalReport)}
+        content = {key: part for key, part in value.items() if key in own}
+        content["greedy"] = _pass_from_json(value["greedy"])
+        content["sampled"] = _pass_from_json(value["sampled"]) if value["sampled"] else None
+        content["baseline"] = Speed(**value["baseline"]) if value["baseline"] else None
         if value["equality"]:
             failures = [EqualityFailure(**failure) for failure in value["equality"]["failures"]]
-            fields["equality"] = EqualityReport(**{**value["equality"], "failures": failures})
-        return EvalReport(**fields)
+            content["equality"] = EqualityReport(**{**value["equality"], "failures": failures})
+        return EvalReport(**content)
 
 
 def _pass_from_json(value: dict[str, Any]) -> PassReport:
@@ -160,7 +162,11 @@ def _pass_from_json(value: dict[str, Any]) -> PassReport:
         for bucket in value["buckets"]
     ]
     return PassReport(
-        counts=Counts(**value["counts"]), rates=Rates(**value["rates"]), buckets=buckets, speed=Speed(**value["speed"])
+        counts=Counts(**value["counts"]),
+        rates=Rates(**value["rates"]),
+        buckets=buckets,
+        speed=Speed(**value["speed"]),
+        per_request=value.get("per_request", []),
     )
 
 
@@ -206,7 +212,7 @@ def derive(counts: Counts, decodings: Sequence[DecodeRecord]) -> Rates:
     )
 
 
-def _bucket_range(num_tokens: int) -> tuple[int, int]:
+def bucket_range(num_tokens: int) -> tuple[int, int]:
     """Which of [0, 128), [128, 256), [256, 512), ... a prompt length falls into."""
     low, high = 0, SMALLEST_BUCKET
     while num_tokens >= high:
@@ -220,7 +226,7 @@ def bucket_by_prompt_length(
     """Counts by prompt length, shortest first, without empty buckets. They add up to the whole."""
     groups: dict[tuple[int, int], list[DecodeRecord]] = {}
     for record, decoding in zip(records, decodings, strict=True):
-        groups.setdefault(_bucket_range(record.num_prompt_tokens), []).append(decoding)
+        groups.setdefault(bucket_range(record.num_prompt_tokens), []).append(decoding)
     buckets = []
     for (low, high), members in sorted(groups.items()):
         counts = count(members, num_drafted)
@@ -295,6 +301,10 @@ def report_pass(records: Sequence[PromptRecord], decodings: Sequence[DecodeRecor
         rates=derive(counts, decodings),
         buckets=bucket_by_prompt_length(records, decodings, num_drafted),
         speed=measure_speed(decodings),
+        per_request=[
+            [index, len(decoding.rounds), sum(one[1] for one in decoding.rounds), record.num_prompt_tokens]
+            for index, (record, decoding) in enumerate(zip(records, decodings, strict=True))
+        ],
     )
 
 

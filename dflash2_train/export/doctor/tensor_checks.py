@@ -1,4 +1,4 @@
-"""Names, shapes, types and values of the tensors. Values are read a piece at a time."""
+"""Names, shapes, types and values of the tensors. Values are read a tensor at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors of a folder, of one safetensors file or of an indexed set, a bounded piece in memory at a time."""
+"""The tensors of a folder, of one safetensors file or of an indexed set, one in memory at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from dflash2_train.export.payload import WEIGHTS, read_header
 from dflash2_train.export.weight_files import INDEX
 
-PIECE_ELEMENTS = 1 << 23  # 32 MiB as float32
+PIECE_ELEMENTS = 1 << 23  # of a tensor in float32 at a time: 32 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,16 +108,15 @@ class Weights:
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The values of ``name`` in float32, some rows at a time (a scalar as it is)."""
-        stored = self.tensors[name]
-        with safe_open(stored.file, framework="pt", backend="pread") as file:  # read, not mapped: pages count as memory
-            if not stored.shape:
-                yield file.get_tensor(name).float()
-                return
-            row = max(1, torch.Size(stored.shape[1:]).numel())
-            step = max(1, PIECE_ELEMENTS // row)
-            part = file.get_slice(name)
-            for start in range(0, stored.shape[0], step):
-                yield part[start : min(start + step, stored.shape[0])].float()  # this backend refuses a longer slice
+        # The tensor is read as a whole, not mapped: a slice of a tensor that is not mapped reads all of it each time.
+        with safe_open(self.tensors[name].file, framework="pt", backend="pread") as file:
+            tensor = file.get_tensor(name)
+        if not tensor.shape:
+            yield tensor.float()
+            return
+        step = max(1, PIECE_ELEMENTS // max(1, tensor[:1].numel()))
+        for start in range(0, tensor.shape[0], step):
+            yield tensor[start : start + step].float()
 
     def values(self, name: str) -> Tensor:
         """The whole tensor in float32, for small ones."""

@@ -1,0 +1,1 @@
+"""``eval.mode=server``: a running vLLM or SGLang server measured over HTTP, from its own counters."""

@@ -1,0 +1,96 @@
+"""The server protocols under conf/ are those of the published cards, and every one of them composes."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import cache, reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash2_train.config import ConfigError, EvalConfig, RunConfig
+from tests.unit.test_conf import CONF, load
+
+PROTOCOLS = sorted(path.stem for path in (CONF / "eval" / "protocol").glob("*.yaml"))
+ADDRESS = "eval.server.url=http://127.0.0.1:8000"
+
+
+@cache
+def experiment(name: str, *overrides: str) -> RunConfig:
+    return load("+experiment=glm53_flash", f"+eval/protocol={name}", ADDRESS, *overrides)
+
+
+def protocol(name: str, *overrides: str) -> EvalConfig:
+    return experiment(name, *overrides).eval
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_every_protocol_composes_and_writes_into_a_folder_of_its_own(name: str) -> None:
+    settings = protocol(name)
+    assert settings.mode == "server"
+    assert Path(settings.output_dir).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "prompts", "tokens", "concurrency", "drafted"),
+    [
+        ("holdout500", 500, 1024, [16], None),
+        ("holdout500_c1", 100, 1024, [1], None),
+        ("mt4096", 500, 4096, [16], None),
+        ("k4", 500, 1024, [16], 4),
+    ],
+)
+def test_the_hold_out_protocols_are_the_published_ones(
+    name: str, prompts: int, tokens: int, concurrency: list[int], drafted: int | None
+) -> None:
+    settings = protocol(name)
+    assert (settings.max_prompts, settings.max_new_tokens, settings.num_drafted) == (prompts, tokens, drafted)
+    assert (settings.temperature, settings.top_p, settings.server.concurrency) == (1.0, 0.95, concurrency)
+    assert settings.tasks == []
+
+
+def test_the_task_protocols_differ_in_samples_and_concurrency_alone() -> None:
+    one, eight, many = (protocol(f"tasks_{name}") for name in ("c1", "c8", "c32"))
+    assert [task.name for task in one.tasks] == ["GSM8K", "MATH-500", "HumanEval", "MBPP", "MT-Bench"]
+    assert one.tasks == eight.tasks == many.tasks
+    assert [(part.max_prompts, part.server.concurrency) for part in (one, eight, many)] == [
+        (128, [1]),
+        (1024, [8]),
+        (1024, [32]),
+    ]
+    assert {part.max_new_tokens for part in (one, eight, many)} == {4096}
+    assert "\\boxed{}" in one.tasks[0].prompt and "\n" in one.tasks[0].prompt
+
+
+def test_a_value_on_the_command_line_wins_over_the_protocol() -> None:
+    assert protocol("holdout500", "eval.server.concurrency=[8]").server.concurrency == [8]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("server.url", "", "address of a running server"),
+        ("server.engine", "tgi", "must be one of"),
+        ("server.concurrency", [], "different positive numbers"),
+        ("server.concurrency", [4, 4], "different positive numbers"),
+        ("server.label", "a/b", "names a folder"),
+        ("server.tries", 0, "must be positive"),
+        ("num_drafted", 8, "between 1 and"),
+        ("gate.tolerance", -1.0, "must not be negative"),
+        ("mode", "both", "must be one of"),
+    ],
+)
+def test_settings_that_cannot_be_run_are_refused(key: str, value: Any, words: str) -> None:
+    config = deepcopy(experiment("holdout500"))
+    *parents, name = key.split(".")
+    setattr(reduce(getattr, parents, config.eval), name, value)
+    with pytest.raises(ConfigError, match=words):
+        config.check()
+
+
+def test_sglang_is_not_asked_for_a_template_that_hides_its_counts() -> None:
+    config = deepcopy(experiment("holdout500"))
+    config.eval.server.engine, config.eval.server.template = "sglang", "server"
+    with pytest.raises(ConfigError, match="Use client"):
+        config.check()

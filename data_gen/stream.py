@@ -19,6 +19,7 @@ from data_gen.cache.format import CacheIntegrityError, CapturedSample, CaptureMa
 from data_gen.cache.ring import Ring, plan_content, ring_plan
 from data_gen.cache.row_plan import Document, RowPlan, trainable
 from data_gen.cache.segment import segment_bytes
+from data_gen.cache.split import HELD_BACK_FOLDER, split_documents
 from data_gen.capture import capture_content, token_bytes
 from data_gen.capture_rows import (
     ROW_COLUMNS,
@@ -28,6 +29,7 @@ from data_gen.capture_rows import (
     check_backend,
     refuse_failure,
 )
+from data_gen.held_back import capture_held_back
 from data_gen.ring_filler import MIB, Beat, FillTotals, RingFiller
 from dflash2_train.config import ConfigError, RunConfig, absolute
 from dflash2_train.taps import check_taps
@@ -48,7 +50,7 @@ def stream(config: RunConfig, folder: Path) -> FillTotals:
         ConfigError: the budget is too small for two segments, or the disk for the budget.
     """
     check_taps(config.drafter.target_layer_ids, config.target.num_layers)
-    ring, plan, rows = open_ring(config)
+    ring, plan, rows, held_back = open_ring(config)
     finished = DoneCheck(ring, config)
     if finished.at_start:
         logger.info("the training of %s is done; nothing to capture", config.train.output_dir)
@@ -69,24 +71,32 @@ def stream(config: RunConfig, folder: Path) -> FillTotals:
     )
     try:
         check_backend(backend, config.target.vocab_size)
+        capture_held_back(
+            ring.root / HELD_BACK_FOLDER,
+            ring.capture,
+            held_back,
+            lambda documents: capture_documents(backend, rows.requests(documents), tally, lambda: None),
+            config.train.validation,
+        )
         filler.clear_damaged()
         return filler.run(finished)
     finally:
         backend.close()
 
 
-def open_ring(config: RunConfig) -> tuple[Ring, RowPlan, ConversationRows]:
-    """The ring of ``config``, made if need be, its plan, and where the documents' tokens come from."""
+def open_ring(config: RunConfig) -> tuple[Ring, RowPlan, ConversationRows, list[Document]]:
+    """The ring of ``config``, made if need be, its plan, where tokens come from, and the documents held back."""
     settings = config.data.stream
     store = ConversationStore(absolute(config.data.root))
     manifest = CaptureManifest(content=capture_content(config, store.content()))
     rows = ConversationRows(store)
-    documents = trainable(rows.documents)
+    validation = config.train.validation
+    documents, held_back = split_documents(trainable(rows.documents), share=validation.share, seed=validation.seed)
     order = {"row_tokens": config.train.row_tokens, "seed": config.train.seed}
     RowPlan(documents, row_tokens=config.train.row_tokens, seed=config.train.seed)  # refuse before a ring is made
     content = plan_content(documents, stream=settings, **order)
     ring = Ring.create(settings.folder(absolute(config.data.root)), manifest, content, documents)
-    return ring, ring_plan(ring, stream=settings, **order), rows
+    return ring, ring_plan(ring, stream=settings, **order), rows, held_back
 
 
 def size_of(plan: RowPlan, segment: int, bytes_per_token: int) -> int:

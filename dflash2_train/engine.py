@@ -264,6 +264,23 @@ class TrainEngine:
         if self.device.type == "cuda" and f"rank{self.rank}.cuda" in states:
             torch.cuda.set_rng_state(states[f"rank{self.rank}.cuda"], self.device)
 
+    @contextlib.contextmanager
+    def average_in_place(self, named: nn.Module) -> Iterator[None]:
+        """Let a part of the wrapped module compute with the averaged weights; every rank must enter and leave.
+
+        The live weights come back to the last bit. No step may be taken meanwhile.
+        """
+        parameters = list(named.parameters())
+        live = [parameter.detach().clone() for parameter in parameters]
+        with torch.no_grad(), self._in_place_of_masters(AVERAGE):
+            averaged = [self._get_full(parameter).clone() for parameter in parameters]
+        try:
+            _overwrite(parameters, averaged)
+            del averaged
+            yield
+        finally:
+            _overwrite(parameters, live)
+
     def _masters(self) -> list[Tensor]:
         """This rank's fp32 masters: DeepSpeed puts them in the place of the client optimizer's parameters."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -304,6 +321,12 @@ class TrainEngine:
             safe_set_full_fp32_param(parameter, value)
         else:
             parameter.copy_(value)
+
+
+@torch.no_grad()
+def _overwrite(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
 
 
 def start_ranks() -> tuple[int, int]:

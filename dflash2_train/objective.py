@@ -152,6 +152,12 @@ class Objective(nn.Module):
         )
         return block_paths(self.drafter.candidate_selector, blocks, slots.hidden, logits, ids)
 
+    @torch.no_grad()
+    def read_slots(self, batch: PackedBatch, blocks: BlockBatch) -> tuple[Tensor, UnaryLoss]:
+        """States [N, H] of the supervised slots and what the sweep over their logits yields, without a gradient."""
+        slots = self._slots(batch, blocks)
+        return slots.hidden, self._unary(slots, blocks)
+
     def _slots(self, batch: PackedBatch, blocks: BlockBatch) -> _Slots:
         shape, supervised = self.drafter.shape, blocks.supervised  # [B, A, K]
         context = self.drafter.encode_context(batch.tap_hidden)  # [B, S, H]

@@ -11,10 +11,11 @@ import logging
 import time
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 logger = logging.getLogger(__name__)
+TABLE_WIDTH = 160  # off a terminal, where rich would take 80 columns
 LINE_EVERY_S = 4.0  # with units of five seconds, still a line within ten
 
 
@@ -82,3 +83,9 @@ class ProgressReporter:
         fresh = done - self._first_done
         left = clock(elapsed / fresh * (self.total - done)) if fresh > 0 else "?"
         logger.info("%s %d/%d, %s gone, %s left  %s", self.title, done, self.total, clock(elapsed), left, facts)
+
+    def show(self, table: RenderableType) -> None:
+        """Print something larger above the bar, or among the lines."""
+        if self._enabled:
+            console = self._console if self._bar is not None else Console(stderr=True, width=TABLE_WIDTH)
+            console.print(table)

@@ -11,11 +11,18 @@ from pathlib import Path
 from torch import Tensor
 
 from data_gen.cache.claims import ClaimFolder
-from data_gen.cache.format import MANIFEST_FILE, CapturedSample
+from data_gen.cache.format import (
+    MANIFEST_FILE,
+    CacheIntegrityError,
+    CapturedSample,
+    list_differences,
+    read_json_object,
+)
 from data_gen.cache.ring import Ring
 from data_gen.cache.row_plan import PlannedRow, RowPlan
 from data_gen.cache.segment import SegmentReader
-from dflash2_train.config import StreamConfig, UserError
+from data_gen.cache.split import WHOLE_FILE
+from dflash2_train.config import StreamConfig, UserError, ValidationConfig
 from dflash2_train.data import split_states
 
 logger = logging.getLogger(__name__)
@@ -79,6 +86,33 @@ def wait_for_ring(root: Path, settings: StreamConfig, give_up: Callable[[], bool
     while not (root / MANIFEST_FILE).exists():
         patience.pause(None, lambda: f"no producer has made it yet. {START_HINT}")
     return Ring(root)
+
+
+def wait_for_held_back(
+    root: Path, validation: ValidationConfig, settings: StreamConfig, give_up: Callable[[], bool]
+) -> None:
+    """Return as soon as a producer has captured the held-back answers of a ring into ``root``.
+
+    Raises:
+        CacheIntegrityError: they are of another choice than this configuration's.
+        UserError: none came in ``data.stream.timeout_s``.
+        WaitStopped: asked to stop meanwhile.
+    """
+    patience = Patience(f"the held-back answers in {root}", timeout_s=settings.timeout_s, give_up=give_up)
+    while not (root / WHOLE_FILE).exists():
+        captured = sorted(path.name for path in root.glob("shard-*"))
+        patience.pause(
+            captured,
+            lambda: f"no producer with train.validation.share={validation.share} has captured them all. {START_HINT}",
+        )
+    wanted = {"share": validation.share, "seed": validation.seed}
+    lines = list_differences(read_json_object(root / WHOLE_FILE), wanted, "train.validation.")
+    if lines:
+        listed = "\n  ".join(lines)
+        raise CacheIntegrityError(
+            f"{root} holds answers of another choice (captured -> config):\n  {listed}\n"
+            "Start producers and trainer with the same settings."
+        )
 
 
 class RingRows:

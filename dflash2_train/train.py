@@ -24,6 +24,7 @@ from dflash2_train.config import RunConfig, UserError, absolute, to_plain
 from dflash2_train.run_control import StopRequest, only_run_in
 
 if TYPE_CHECKING:
+    from data_gen.cache.format import CaptureManifest
     from dflash2_train.attest import Attestation
     from dflash2_train.attest.samples import Samples
     from dflash2_train.checkpoint import Checkpoint
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
     from dflash2_train.model.drafter_config import DrafterShape
     from dflash2_train.objective import Objective
     from dflash2_train.prefetch import Prefetcher
+    from dflash2_train.progress import ProgressReporter
     from dflash2_train.target import FrozenHead
     from dflash2_train.training_data import FirstSamples, TrainingData
+    from dflash2_train.validation import Outcome, Validator
 
 logger = logging.getLogger(__name__)
 EXIT_STOPPED = 143  # left in good order before the last step (SIGTERM, train.max_seconds)
@@ -45,6 +48,8 @@ FREE_TO_CHANGE = (
     "save_every",
     "keep_checkpoints",
     "log_every",
+    "validate_every",
+    "validation",  # what is held back shows in the order of the rows
     "max_bad_steps",
     "max_seconds",
     "wandb",
@@ -75,6 +80,16 @@ class Progress:
     run_id: str = ""
     bad_in_a_row: int = 0
     selector_share: float = 1.0  # of the last window, for loss.selector_denominator=hits; 1 for the other setting
+    best_metric: str = ""  # of the validation that did best so far: which figure, its value, and after which step
+    best_value: float = 0.0
+    best_step: int = 0
+
+    def takes_for_best(self, metric: str, value: float | None) -> bool:
+        """Remember the present step as the best if this value beats all before of the same metric."""
+        if value is None or (metric == self.best_metric and value <= self.best_value):
+            return False
+        self.best_metric, self.best_value, self.best_step = metric, value, self.step
+        return True
 
 
 def fingerprint(config: RunConfig, data: TrainingData, world_size: int) -> dict[str, Any]:
@@ -102,7 +117,7 @@ def train(config: RunConfig) -> int:
             return export_result(config) if first else 0
         # The checksums of a cache are verified by the run.
         data = open_training_data(config, rank=0, verify_checksums=False, give_up=lambda: False)
-        check_cache(data, config)
+        check_captures(data, config)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         wanted = fingerprint(config, data, world_size)
         data.close()
@@ -115,7 +130,17 @@ def train(config: RunConfig) -> int:
         return export_result(config) if first else 0  # every rank leaves, or the others would wait for the first
 
 
-def check_cache(data: TrainingData, config: RunConfig) -> None:
+def check_captures(data: TrainingData, config: RunConfig) -> None:
+    """:func:`check_cache` for what is trained on and, if it lies elsewhere, for what is validated on."""
+    from data_gen.cache.format import MANIFEST_FILE, CaptureManifest
+
+    check_cache(data.manifest, absolute(config.data.root), config)
+    if config.train.validation.root is not None:
+        root = absolute(config.train.validation.root)
+        check_cache(CaptureManifest.read(root / "capture" / MANIFEST_FILE), root, config)
+
+
+def check_cache(manifest: CaptureManifest, root: Path, config: RunConfig) -> None:
     """Refuse samples of another target, other taps or another teacher, listing what differs."""
     from data_gen.cache.format import CacheIntegrityError, list_differences
     from dflash2_train.target import open_target_config
@@ -127,14 +152,14 @@ def check_cache(data: TrainingData, config: RunConfig) -> None:
         "teacher_top_k": config.data.teacher_top_k,
         "enable_thinking": config.data.enable_thinking,
     }
-    stored = {key: data.manifest.content[key] for key in wanted}
+    stored = {key: manifest.content[key] for key in wanted}
     lines = list_differences(stored, wanted)
     if lines:
         listed = "\n  ".join(lines)
         raise CacheIntegrityError(
-            f"{absolute(config.data.root)} was captured from {data.manifest.content['target']} and for something "
+            f"{root} was captured from {manifest.content['target']} and for something "
             f"else than this config of {config.target.name} (cache -> config):\n  {listed}\n"
-            "Capture again with this config in another data.root, or set the config back."
+            "Capture again with this config in another folder, or set the config back."
         )
 
 
@@ -250,6 +275,8 @@ class TrainingRun:
             logger.info("continuing from step %d (%s)", self.progress.step, found.folder)
             if rank == 0:
                 data.begin(row=self.progress.rows_consumed, world_size=world_size, goal=goal)
+                self.mark_best()
+        self.validator = self.open_validator()
         self.engine.barrier()  # no rank reads before the first one has told where all begin
         if rank == 0:
             record = run_record(to_plain(config))
@@ -261,6 +288,14 @@ class TrainingRun:
             record["deepspeed"] = self.engine.deepspeed_config
             name = "run.json" if found is None else f"run.attempt{self.progress.attempt}.json"
             atomic_write_json(output / name, record)
+
+    def open_validator(self) -> Validator | None:
+        """What looks at hold-out captures every ``train.validate_every`` steps."""
+        from dflash2_train.validation import Validator
+
+        if self.config.train.validate_every == 0:
+            return None
+        return Validator(self.config, self.data, self.objective, self.engine, self.dtype)
 
     def open_windows(self, closing: threading.Event) -> Prefetcher:
         """The windows that are left, read ahead."""
@@ -306,15 +341,18 @@ class TrainingRun:
                     raise
                 sums = self.step(batches)
                 progress.seconds = before + time.monotonic() - started
-                if progress.step % cfg.log_every == 0 or progress.step == cfg.steps:
-                    values = self.values(sums, windows)
+                over_time = cfg.max_seconds is not None and time.monotonic() - started >= cfg.max_seconds
+                stopping = self.engine.any_rank(bool(stop.reason) or over_time)
+                last = progress.step == cfg.steps
+                outcome = self.validate(reporter, leaving=stopping and not last)
+                if outcome is not None or progress.step % cfg.log_every == 0 or last:
+                    values = self.values(sums, windows) | ({} if outcome is None else outcome.values())
                     if log is not None:
                         log.write(progress.step, values)
                         tracker.log(values, progress.step)
                         reporter.update(progress.step, facts(values))
-                over_time = cfg.max_seconds is not None and time.monotonic() - started >= cfg.max_seconds
-                stopping = self.engine.any_rank(bool(stop.reason) or over_time)
-                if progress.step % cfg.save_every == 0 or progress.step == cfg.steps or stopping:
+                best = outcome is not None and progress.takes_for_best(outcome.metric, outcome.best_by)
+                if progress.step % cfg.save_every == 0 or last or stopping or best:
                     self.save()
                 if stopping and progress.step < cfg.steps:
                     logger.info("stopped at step %d; the same command continues", progress.step)
@@ -375,6 +413,18 @@ class TrainingRun:
             progress.selector_share = shares.get("selector_share", progress.selector_share)
         return sums
 
+    def validate(self, reporter: ProgressReporter, *, leaving: bool) -> Outcome | None:
+        """Validate behind a step that is due, unless the run was asked to leave; None where it was not done."""
+        if self.validator is None or leaving or not self.validator.due(self.progress.step):
+            return None
+        with self.recorder.paused():
+            outcome = self.validator.run(self.progress.step)
+        reporter.show(outcome.table())
+        alarm = outcome.alarm()
+        if alarm is not None:
+            logger.warning(alarm)
+        return outcome
+
     def note_bad_window(self, batches: list[Any]) -> None:
         """Count a dropped window, keep its sample ids, and end the run after too many in a row."""
         progress, reason = self.progress, self.engine.drop_reason
@@ -425,6 +475,15 @@ class TrainingRun:
             )
         if self.engine.rank == 0:
             self.data.saved(self.progress.rows_consumed)
+            self.mark_best()
+
+    def mark_best(self) -> None:
+        """Point ``best.json`` at the checkpoint of the best validation, also if a kill kept that from being done."""
+        from dflash2_train.checkpoint import MANIFEST, mark_best
+
+        progress, folder = self.progress, self.output / f"step{self.progress.best_step:06d}"
+        if progress.best_step > 0 and (folder / MANIFEST).exists():
+            mark_best(self.output, folder, metric=progress.best_metric, value=progress.best_value)
 
 
 def plot_run(output: Path, *, title: str) -> None:

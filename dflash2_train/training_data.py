@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from data_gen.cache.format import MANIFEST_FILE, CapturedSample, CaptureManifest, IndexRow
 from data_gen.cache.reader import CaptureReader
 from data_gen.cache.ring import ring_plan
 from data_gen.cache.row_plan import ORDER_VERSION, Document, RowPlan, documents_digest, trainable
-from dflash2_train.config import RunConfig, absolute
+from data_gen.cache.split import HELD_BACK_FOLDER, by_place, split_documents
+from dflash2_train.config import RunConfig, ValidationConfig, absolute
 from dflash2_train.data import CachedRows, RowSource, WindowLoader
-from dflash2_train.ring_rows import RingRows, wait_for_ring
+from dflash2_train.ring_rows import RingRows, wait_for_held_back, wait_for_ring
 
 FIRST_SAMPLES = 64  # at most; shown before training to the checks and to the start of layer 0
 
@@ -47,6 +48,14 @@ class FirstSamples:
         return self._read(self.index[sample_index].sample_id)
 
 
+class HeldBack(NamedTuple):
+    """Answers that are never trained on, in the order of validation, and where they are read."""
+
+    source: CachedRows
+    manifest: CaptureManifest
+    documents: Sequence[Document]
+
+
 class TrainingData(Protocol):
     """Samples in training order, and whom to tell how far the training is."""
 
@@ -64,6 +73,10 @@ class TrainingData(Protocol):
 
     def attestable(self) -> Any:
         """Samples for the checks before training, with the methods of a cache reader."""
+        ...
+
+    def held_back(self) -> HeldBack:
+        """Captured answers that are in no row (``train.validation.share``); may wait for them."""
         ...
 
     def order(self) -> dict[str, Any]:
@@ -93,12 +106,12 @@ class CachedData:
     def __init__(self, config: RunConfig, *, verify_checksums: bool) -> None:
         self.reader = CaptureReader(absolute(config.data.root) / "capture", verify_checksums=verify_checksums)
         self.manifest = self.reader.manifest
-        documents = trainable(
-            Document(sample_id=row.sample_id, num_tokens=row.num_tokens, num_supervised=row.num_supervised)
-            for row in self.reader.index
+        self._validation = config.train.validation
+        trained, self._held_back = split_documents(
+            documents_of(self.reader), share=self._validation.share, seed=self._validation.seed
         )
         self.plan = RowPlan(
-            documents,
+            trained,
             row_tokens=config.train.row_tokens,
             seed=config.train.seed,
             segment_rows=config.data.stream.segment_rows,
@@ -111,8 +124,11 @@ class CachedData:
     def attestable(self) -> CaptureReader:
         return self.reader
 
+    def held_back(self) -> HeldBack:
+        return HeldBack(self.source, self.manifest, self._held_back)
+
     def order(self) -> dict[str, Any]:
-        return {"version": ORDER_VERSION, "documents": documents_digest(self.plan.documents)}
+        return order_of(self.plan, self._validation)
 
     def begin(self, *, row: int, world_size: int, goal: int) -> None:
         """A cache need not know."""
@@ -132,6 +148,7 @@ class StreamedData:
 
     def __init__(self, config: RunConfig, *, rank: int, give_up: Callable[[], bool]) -> None:
         settings = config.data.stream
+        self._validation, self._settings, self._give_up = config.train.validation, settings, give_up
         self.ring = wait_for_ring(ring_folder(config), settings, give_up)
         self.manifest = self.ring.capture
         self.plan = ring_plan(self.ring, row_tokens=config.train.row_tokens, seed=config.train.seed, stream=settings)
@@ -146,9 +163,15 @@ class StreamedData:
     def attestable(self) -> FirstSamples:
         return self.first_samples()
 
+    def held_back(self) -> HeldBack:
+        root = self.ring.root / HELD_BACK_FOLDER
+        wait_for_held_back(root, self._validation, self._settings, self._give_up)
+        reader = CaptureReader(root)
+        return HeldBack(CachedRows(reader), reader.manifest, by_place(documents_of(reader), self._validation.seed))
+
     def order(self) -> dict[str, Any]:
         """As of a cache of the same documents, unless segments are reused: then a run may change its mode."""
-        order = {"version": ORDER_VERSION, "documents": documents_digest(self.plan.documents)}
+        order = order_of(self.plan, self._validation)
         if self.plan.reuse > 1:
             order.update(segment_rows=self.plan.segment_rows, reuse=self.plan.reuse)
         return order
@@ -164,6 +187,22 @@ class StreamedData:
 
     def close(self) -> None:
         self.source.close()
+
+
+def documents_of(reader: CaptureReader) -> list[Document]:
+    """What a cache holds that can be trained on, by sample id."""
+    return trainable(
+        Document(sample_id=row.sample_id, num_tokens=row.num_tokens, num_supervised=row.num_supervised)
+        for row in reader.index
+    )
+
+
+def order_of(plan: RowPlan, validation: ValidationConfig) -> dict[str, Any]:
+    """What shapes the order of rows in both modes."""
+    order: dict[str, Any] = {"version": ORDER_VERSION, "documents": documents_digest(plan.documents)}
+    if validation.share > 0:
+        order["held_back"] = {"share": validation.share, "seed": validation.seed}
+    return order
 
 
 def ring_folder(config: RunConfig) -> Path:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 RECORD = {"time_utc": "2026-01-01T00:00:00+00:00", "git": {"commit": "abc", "uncommitted_sha256": None}}
 
 # What two runs of one configuration do not share in their log lines.
-CLOCKED = ("seconds", "attempt", "data_wait", "tokens_per_second", "blocks_per_second", "tflops")
+CLOCKED = ("seconds", "attempt", "data_wait", "validation/seconds", "tokens_per_second", "blocks_per_second", "tflops")
 
 
 def without_clock(row: dict[str, float]) -> dict[str, float]:

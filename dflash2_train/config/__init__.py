@@ -26,6 +26,7 @@ from dflash2_train.config.store import StoreConfig
 from dflash2_train.config.stream import StreamConfig
 from dflash2_train.config.target import TargetConfig
 from dflash2_train.config.train import ATTENTION_PATHS, TrainConfig
+from dflash2_train.config.validation import ValidationConfig
 
 __all__ = [
     "AttestConfig",
@@ -57,6 +58,7 @@ __all__ = [
     "TargetConfig",
     "TrainConfig",
     "UserError",
+    "ValidationConfig",
     "absolute",
     "load_config",
     "to_plain",

@@ -45,6 +45,7 @@ class RunConfig:
         self.data.check()
         self.loss.check()
         self.train.check(self.drafter, self.target)
+        self.train.validation.check(self.train.validate_every)
         self.export.check(self.drafter, self.train)
         self.eval.check(self.drafter)
         self.plan.check()

@@ -9,6 +9,7 @@ from omegaconf import MISSING
 from dflash2_train.config.drafter import DrafterConfig
 from dflash2_train.config.rules import DTYPES, require
 from dflash2_train.config.target import TargetConfig
+from dflash2_train.config.validation import ValidationConfig
 
 ATTENTION_PATHS = ("auto", "chunked", "flex", "dense")  # see model/attend.py
 SCHEDULES = ("cosine", "linear", "wsd")
@@ -53,6 +54,8 @@ class TrainConfig:
     save_every: int = 200  # steps
     keep_checkpoints: int = 2
     log_every: int = 1
+    validate_every: int = 0  # steps; 0 = never, else the last step is validated too
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     max_bad_steps: int = 5  # consecutive non-finite steps that end the run
     max_seconds: float | None = None  # save and stop in good order after this wall time; resume continues
     wandb: str = "disabled"  # disabled | offline | online
@@ -101,6 +104,13 @@ class TrainConfig:
         ):
             value = getattr(self, key)
             require(value > 0, f"train.{key}", value, "must be positive", "Use the experiment's value.")
+        require(
+            self.validate_every >= 0,
+            "train.validate_every",
+            self.validate_every,
+            "is a number of steps",
+            "Use 0 for no validation.",
+        )
         require(
             self.zero_stage in (0, 1, 2),
             "train.zero_stage",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash2_train.checkpoint import MANIFEST, best_checkpoint, newest_checkpoint
-from dflash2_train.config import RunConfig, UserError, absolute, to_plain
+from dflash2_train.config import ConfigError, RunConfig, UserError, absolute, to_plain
 from dflash2_train.export import payload
 from dflash2_train.export.doctor import ERROR, check_config, check_folder
 from dflash2_train.export.gguf_layout import shape_faults
@@ -57,7 +57,17 @@ def check_exportable(config: RunConfig) -> None:
 
     Raises:
         ExportError: the configured drafter breaks a rule of the published layout; lists the broken ones.
+        ConfigError: weights are wanted that the training would not leave.
     """
+    if config.export.checkpoint == "best" and config.train.validate_every == 0:
+        raise ConfigError(
+            "export.checkpoint=best: without validation no checkpoint is marked as the best. Set train.validate_every, "
+            "or leave export.checkpoint out for the last."
+        )
+    if config.export.weights == "ema" and config.train.ema_decay is None:
+        raise ConfigError(
+            "export.weights=ema: no average is kept. Set train.ema_decay=0.999, or use export.weights=last."
+        )
     target, shape = open_target_config(config.target), DrafterShape.from_config(config)
     published = published_config(shape, target, config.export.dtype)
     errors = [str(finding) for finding in check_config(published, target=target) if finding.severity == ERROR]

@@ -173,6 +173,19 @@ def check_warm_masters(stage: int, dtype: str) -> None:
     assert engine.rank != 0 or all(torch.equal(masters[name], exact[name]) for name in exact)
 
 
+def check_average_in_place(player: Player, state: dict[str, dict[str, Tensor]]) -> None:
+    """The module computes with the average for a while, and nothing of that is left behind."""
+    named = dict(player.toy.named_parameters())
+    live = {name: parameter.detach().clone() for name, parameter in named.items()}
+    with player.engine.average_in_place(player.toy):
+        if player.engine.rank == 0:
+            for name, parameter in named.items():
+                assert torch.equal(parameter, state[AVERAGE][name].to(parameter.dtype)), "not the average"
+        assert not torch.equal(named["fc.weight"], live["fc.weight"])
+    assert all(torch.equal(live[name], parameter) for name, parameter in named.items())
+    assert same(state, player.state()), "a look at the average left a trace"
+
+
 def spread(state: dict[str, dict[str, Tensor]], folder: Path) -> dict[str, dict[str, Tensor]]:
     """The first rank's state on every rank, by way of files."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -189,6 +202,7 @@ def save(folder: Path, stage: int, dtype: str) -> None:
     player, state = check_drops(stage, dtype)
     if dtype == "float32":
         check_plain_loop(player.toy, player.train)
+    check_average_in_place(player, state)
     check_silent_skip(stage, dtype)
     check_warm_masters(stage, dtype)
     whole = spread(state, folder)

@@ -197,3 +197,22 @@ def test_a_finished_training_ends_new_producers_and_trainers_at_once(
     assert "training is complete" in finish(start(config, tmp_path, "run_training"))
     finish(producer)
     assert "nothing to capture" in finish(start(config, tmp_path, "run_gen_data"))
+
+
+@pytest.mark.slow
+def test_a_stream_holds_back_what_a_cache_would_and_validates_to_the_same_figures(
+    base: RunConfig, cached: RunConfig, tmp_path: Path
+) -> None:
+    modes = {}
+    for mode in ("cache", "stream"):
+        config = modes[mode] = variant(base, tmp_path / mode, mode=mode, stage="capture" if mode == "cache" else mode)
+        config.train.validate_every, config.train.validation.share = 3, 0.2
+        (tmp_path / mode).mkdir()
+    assert cached.data.root == modes["cache"].data.root  # captured by the fixture
+    finish(start(modes["cache"], tmp_path / "cache", "run_training"))
+    producer = start(modes["stream"], tmp_path / "stream", "run_gen_data")
+    finish(start(modes["stream"], tmp_path / "stream", "run_training"))
+    finish(producer)
+    for config in modes.values():
+        assert sum("validation/acceptance_length" in row for row in curve(config)) == 2
+    same(*modes.values())

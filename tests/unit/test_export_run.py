@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash2_train.checkpoint import AVERAGED_WEIGHTS, MANIFEST, WEIGHTS, mark_best
-from dflash2_train.config import RunConfig, UserError
+from dflash2_train.config import ConfigError, RunConfig, UserError
 from dflash2_train.export import run
 from dflash2_train.export.hf import load_drafter
 from dflash2_train.provenance import atomic_write_json, sha256_file
@@ -119,3 +119,17 @@ def test_a_checkpoint_of_another_drafter_is_refused(config: RunConfig) -> None:
     with pytest.raises(UserError, match="another drafter"):
         run.export_checkpoint(config)
     assert not Path(config.export.output_dir).exists()
+
+
+def test_an_export_that_the_training_would_not_leave_is_refused_before_the_first_step(config: RunConfig) -> None:
+    run.check_exportable(config)
+    config.export.checkpoint = "best"
+    with pytest.raises(ConfigError, match=r"export\.checkpoint=best: without validation.*train\.validate_every"):
+        run.check_exportable(config)
+    config.train.validate_every = 5
+    run.check_exportable(config)
+    config.export.weights = "ema"
+    with pytest.raises(ConfigError, match=r"export\.weights=ema: no average is kept.*train\.ema_decay"):
+        run.check_exportable(config)
+    config.train.ema_decay = 0.9
+    run.check_exportable(config)

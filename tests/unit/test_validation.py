@@ -15,7 +15,7 @@ from data_gen.cache.format import CacheIntegrityError
 from data_gen.cache.row_plan import Document
 from dflash2_train.config import ConfigError, RunConfig
 from dflash2_train.metrics import MetricSums
-from dflash2_train.runner.loop import LENGTH, STOP, GenerationResult, Round, Timings
+from dflash2_train.runner.outcome import LENGTH, STOP, GenerationResult, Round, Timings
 from dflash2_train.train import Progress
 from dflash2_train.training_data import CachedData, open_training_data
 from dflash2_train.validation.captures import Captures, open_captures
@@ -117,10 +117,11 @@ def test_decoding_samples_as_the_captured_answers_were_whatever_the_configuratio
     settings = decode_settings(config, RECORDED)
     assert (settings.temperature, settings.top_p, settings.top_k) == (0.6, 0.9, 7)
     assert (settings.stop_ids, settings.num_drafted) == (frozenset({2}), config.drafter.num_drafted)
+    assert decode_settings(config, {**RECORDED, "min_p": 0.1}).min_p == 0.1
     assert decode_settings(config, {}).temperature == config.data.sampling.temperature
 
 
-@pytest.mark.parametrize("option", [{"min_p": 0.1}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.5}])
+@pytest.mark.parametrize("option", [{"repetition_penalty": 1.2}, {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}])
 def test_answers_sampled_as_the_runner_cannot_are_not_decoded(config: RunConfig, option: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(option))):
         decode_settings(config, {**RECORDED, **option})

@@ -55,6 +55,7 @@ def make_model(work, device, dtype):
 def make_inputs(work, device, dtype):
     """One document that is supervised throughout."""
     generator = torch.Generator().manual_seed(1)
+    implementation = "eager" if device == "cpu" else "fused"
 
     def states(width):
         return torch.randn(1, work.tokens, width, generator=generator).to(device, dtype)
@@ -66,7 +67,8 @@ def make_inputs(work, device, dtype):
         "verifier_last_hidden_states": states(work.hidden),
         "document_ids": torch.zeros(1, work.tokens, dtype=torch.long, device=device),
         "position_ids": torch.arange(work.tokens, device=device)[None],
-        "loss_config": resolve_loss_config("kl_div", "eager" if device == "cpu" else "fused"),
+        "loss_config": resolve_loss_config("kl_div", implementation),
+        "tv_loss_fn": resolve_loss_config("tv", implementation)["tv"][0],  # as its own trainer passes it
         "gamma": 6.5,
     }
 

@@ -2,8 +2,9 @@
 
 Libraries prepare a kernel for every shape of a product that they meet. oneDNN keeps the last 1024 of them, half a
 megabyte each; with sizes as they come a step of training brings some 25 new ones, which take time to make and, worse,
-are freed again between the tensors of the heap: after 1000 steps a process of 0.9 GB live data held twice as much in
-holes, and its steps took a third longer. torch.compile likewise compiles again for new shapes.
+are freed again between the tensors of the heap. Of ``+experiment=smollm2_cpu`` (glibc's mallinfo2), after 110 steps,
+918 MB were in use and 929 MB holes, still growing; with sizes rounded up 485 and 343 MB, and the heap no larger at step
+130 than at 120. torch.compile likewise compiles again for new shapes.
 """
 
 from __future__ import annotations

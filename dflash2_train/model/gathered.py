@@ -37,7 +37,7 @@ def gathered_dots(states: Tensor, table: Tensor, ids: Tensor) -> Tensor:
 class _GatheredDots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-        dots = torch.empty(ids.shape, dtype=_work_dtype(states), device=states.device)
+        dots = torch.empty(ids.shape, dtype=torch.promote_types(states.dtype, torch.float32), device=states.device)
         for piece, rows in _gathered(table, ids, states.dtype):
             dots[piece] = torch.bmm(rows, states[piece].unsqueeze(-1)).squeeze(-1)  # [m, C, H] @ [m, H, 1]
         ctx.save_for_backward(states, table, ids)
@@ -92,7 +92,3 @@ def _pieces(ids: Tensor, features: int) -> list[slice]:
     count, chosen = ids.shape
     step = max(1, PIECE_ELEMENTS // max(1, chosen * features))
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
-
-
-def _work_dtype(states: Tensor) -> torch.dtype:
-    return torch.promote_types(states.dtype, torch.float32)

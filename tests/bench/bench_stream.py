@@ -24,6 +24,7 @@ from rich.table import Table
 
 from dflash2_train.checkpoint import newest_checkpoint
 from dflash2_train.tracker import read_metrics
+from tests.ring_cases import bytes_in
 
 LOOK_EVERY_S = 0.25
 EXPERIMENT = "+experiment=smollm2_cpu"
@@ -32,17 +33,6 @@ EXPERIMENT = "+experiment=smollm2_cpu"
 def command(module: str, *words: str) -> list[str]:
     """One of the console commands, from the sources."""
     return [sys.executable, "-m", module, EXPERIMENT, *words]
-
-
-def folder_bytes(folder: Path) -> int:
-    """Bytes of all files below; those that vanish meanwhile count nothing."""
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:
-            continue
-    return total
 
 
 def train_from_cache(folder: Path, words: list[str]) -> float:
@@ -66,7 +56,8 @@ def train_from_ring(folder: Path, ring: Path, words: list[str]) -> tuple[float, 
             if producer.poll() not in (None, 0):
                 consumer.terminate()
                 raise SystemExit(f"the producer ended with {producer.returncode}")
-            largest = max(largest, folder_bytes(ring / "segments"))
+            if (ring / "segments").is_dir():
+                largest = max(largest, bytes_in(ring))
             time.sleep(LOOK_EVERY_S)
         seconds = time.monotonic() - started
         if consumer.returncode != 0:

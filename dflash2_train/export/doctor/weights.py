@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from dflash2_train.export.payload import WEIGHTS, read_header
-from dflash2_train.export.weight_files import INDEX
+from dflash2_train.export.weight_files import INDEX, read_tensor
 
 PIECE_ELEMENTS = 1 << 23  # of a tensor in float32 at a time: 32 MiB
 
@@ -109,8 +108,7 @@ class Weights:
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The values of ``name`` in float32, some rows at a time (a scalar as it is)."""
         # The tensor is read as a whole, not mapped: a slice of a tensor that is not mapped reads all of it each time.
-        with safe_open(self.tensors[name].file, framework="pt", backend="pread") as file:
-            tensor = file.get_tensor(name)
+        tensor = read_tensor(self.tensors[name].file, name)
         if not tensor.shape:
             yield tensor.float()
             return

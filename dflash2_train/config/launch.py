@@ -83,6 +83,13 @@ class HostsConfig:
                 "is the name of a variable, without a value",
                 "Export the variable and name it here.",
             )
+            require(
+                not any(word in name.upper() for word in ("TOKEN", "KEY", "SECRET", "PASSWORD")),
+                "launch.hosts.environment",
+                name,
+                "would show in the process list of every host",
+                "Set it in the login files of the hosts.",
+            )
 
 
 @dataclass(kw_only=True)

@@ -31,7 +31,7 @@ from dflash2_train.launching.job import Job
 from dflash2_train.launching.outcome import CRASH, FAULT, FILE_NAME, End, Failure, Outcome, cause_of, combined_code, read_outcome
 
 logger = logging.getLogger(__name__)
-SHOWN_LINES = 15  # of the log of a rank that is not on the console
+SHOWN_LINES = 30  # of the log of a rank that is not on the console
 CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 AGENT_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 

@@ -25,7 +25,7 @@ from dflash2_train.launching.processes import Ends, Member, run_together
 logger = logging.getLogger(__name__)
 DIVIDED = ("regenerate", "stream")
 AFTER_A_STOP = (STOPPED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT)
-SHOWN_LINES = 15  # of the log of a member that is not on the console
+SHOWN_LINES = 30  # of the log of a member that is not on the console
 WHOLE_RUN = ("regenerate", "capture", "verify")  # stage=all, in turn
 
 

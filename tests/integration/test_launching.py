@@ -119,11 +119,14 @@ def test_a_rank_that_fails_ends_the_job_and_is_named_with_the_cause(
     _, errors = outputs(launch(name, two_ranks(tmp_path)), expect=code)
     assert f"error: {words}" in errors
     assert str(tmp_path / "logs" / name / "rank1" / "stderr.log") in errors
-    assert ("Traceback" in errors) == (name == "breaks"), "a bug shows where, a fault does not"
+    assert ('raise ZeroDivisionError("in rank 1")' in errors) == (name == "breaks"), "a bug shows where it is"
     assert time.monotonic() - started < 90, "the rank that waits for ever was ended"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGINT, signal.SIGHUP))],
+)
 def test_a_signal_reaches_every_rank_and_all_may_save_before_the_job_ends(
     tmp_path: Path, number: signal.Signals
 ) -> None:

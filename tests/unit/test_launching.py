@@ -133,6 +133,22 @@ def test_a_command_run_behind_training_finds_no_ranks(monkeypatch: pytest.Monkey
     assert os.environ["WORLD_SIZE"] == "8"
 
 
+@pytest.mark.parametrize(
+    ("module", "started"),
+    [("dflash2_train.train", "rank"), ("dflash2_train.evaluate.cli", "rank"), ("data_gen.cli", "shard")],
+)
+def test_each_command_shows_the_processes_it_would_start_and_starts_none(
+    module: str, started: str, tmp_path: Path, repo_root: Path
+) -> None:
+    words = ["+experiment=smollm2_cpu", f"run_dir={tmp_path}/run", "launch.ranks=2", "launch.dry_run=true"]
+    done = subprocess.run([sys.executable, "-m", module, *words], cwd=repo_root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    members = [line for line in done.stdout.splitlines() if f"-P -m {module} --as-member {tmp_path}/run/logs/" in line]
+    marks = ("RANK=0 WORLD_SIZE=2", "RANK=1 WORLD_SIZE=2") if started == "rank" else ("/shard0/", "/shard1/")
+    assert [mark in line for mark, line in zip(marks, members, strict=True)] == [True, True]
+    assert not (tmp_path / "run").exists()
+
+
 # --- shards ---------------------------------------------------------------------------------------------------------
 
 

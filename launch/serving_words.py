@@ -2,8 +2,8 @@
 
     python launch/serving_words.py vllm runs/NAME/export TARGET --tp 8 --port 8000
 
-The flags that concern the drafter are those of ``dflash2-export doctor --serve``. ``--block-size`` asks for them without
-looking at a drafter, which may not be there yet.
+The flags that concern the drafter are those of ``dflash2-export doctor --serve``. ``--block-size`` asks for them
+without looking at a drafter, which may not be there yet.
 """
 
 from __future__ import annotations

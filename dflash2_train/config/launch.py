@@ -16,7 +16,7 @@ class SlurmConfig:
     """``launch=slurm``: what stands in the job's script."""
 
     nodes: int = 1
-    gpus_per_node: int = 8  # also the ranks a node, unless launch.ranks says otherwise
+    gpus_per_node: int = 8  # also the ranks a node, unless launch.ranks says otherwise; 0 = a cluster without
     cpus_per_task: int | None = None  # a node is one task; None = the cluster's rule
     time: str = "04:00:00"  # limit of one start; a run longer than this continues in the next
     partition: str | None = None
@@ -28,9 +28,11 @@ class SlurmConfig:
     setup: list[str] = field(default_factory=list)  # shell lines before the start, as `module load cuda`
 
     def check(self) -> None:
-        for key in ("nodes", "gpus_per_node", "signal_s"):
+        for key, least in (("nodes", 1), ("gpus_per_node", 0), ("signal_s", 1)):
             value = getattr(self, key)
-            require(value > 0, f"launch.slurm.{key}", value, "must be positive", "Count what the cluster has.")
+            require(
+                value >= least, f"launch.slurm.{key}", value, f"must be at least {least}", "Count what the cluster has."
+            )
         require(
             self.cpus_per_task is None or self.cpus_per_task > 0,
             "launch.slurm.cpus_per_task",

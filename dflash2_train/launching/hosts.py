@@ -120,9 +120,7 @@ def probe_commands(config: RunConfig, job: Job, hosts: list[Host]) -> list[list[
     settings = config.launch.hosts
     port = ["--port", str(settings.port)]
     return [
-        ssh_command(
-            settings, host, module_command(PROBE, [str(job.file), *(port if number == 0 else [])]), job.cwd
-        )
+        ssh_command(settings, host, module_command(PROBE, [str(job.file), *(port if number == 0 else [])]), job.cwd)
         for number, host in enumerate(hosts)
     ]
 
@@ -150,7 +148,7 @@ def check_hosts(config: RunConfig, job: Job, hosts: list[Host], ranks: int) -> N
         faults.append(f"versions differ: {versions}")
     if faults:
         listed = "\n  ".join(faults)
-        raise UserError(f"{len(hosts)} hosts were asked and cannot start the job:\n  {listed}\nMend them or leave them out.")
+        raise UserError(f"the {len(hosts)} hosts cannot start the job:\n  {listed}\nMend them, or leave a host out.")
 
 
 def _ask(command: list[str]) -> dict[str, Any] | str:

@@ -19,16 +19,27 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig as AgentConfig
 from torch.distributed.launcher.api import elastic_launch
 
-from dflash2_train.config import LaunchConfig
+from dflash2_train.config import LaunchConfig, UserError
 from dflash2_train.launching.environment import import_path
 from dflash2_train.launching.follow import Follow, keep_older, last_lines
 from dflash2_train.launching.job import Job
-from dflash2_train.launching.outcome import CRASH, FAULT, FILE_NAME, End, Failure, Outcome, cause_of, combined_code, read_outcome
+from dflash2_train.launching.outcome import (
+    CRASH,
+    FAULT,
+    FILE_NAME,
+    End,
+    Failure,
+    Outcome,
+    cause_of,
+    combined_code,
+    read_outcome,
+)
 
 logger = logging.getLogger(__name__)
 SHOWN_LINES = 30  # of the log of a rank that is not on the console
@@ -98,6 +109,12 @@ def run_ranks(job: Job, command: list[str], launch: LaunchConfig, node: Node) ->
             stopped = True
         except ChildFailedError as error:
             failures = error.failures
+        except DistError as error:
+            raise UserError(
+                f"the {node.count} nodes did not all meet at {node.address or 'this machine'} within "
+                f"launch.meet_timeout_s={launch.meet_timeout_s:g} ({error}). Look at the logs of the nodes that are "
+                "missing, and whether the first one's port can be reached from them."
+            ) from error
     outcomes = {rank: read_outcome(folder) for rank, folder in folders.items()}
     if stopped:
         return _after_stop(outcomes, folders)

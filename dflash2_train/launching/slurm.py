@@ -37,7 +37,7 @@ def header(config: RunConfig, job: Job) -> list[str]:
         "job-name": f"{config.name}-{job.short}",
         "nodes": slurm.nodes,
         "ntasks-per-node": 1,
-        "gpus-per-node": slurm.gpus_per_node,
+        **({"gpus-per-node": slurm.gpus_per_node} if slurm.gpus_per_node else {}),
         "time": slurm.time,
         "signal": f"TERM@{slurm.signal_s}",
         "open-mode": "append",
@@ -98,11 +98,11 @@ def submit(command: Command, config: RunConfig) -> int:
     slurm = config.launch.slurm
     if command.shards and slurm.nodes > 1 and config.stage not in DIVIDED:
         raise ConfigError(
-            f"launch.slurm.nodes={slurm.nodes}: several nodes can share the stages {DIVIDED}, not stage={config.stage}. "
-            "Run stage=regenerate on all of them, then the rest on one."
+            f"launch.slurm.nodes={slurm.nodes}: several nodes can share the stages {DIVIDED}, not "
+            f"stage={config.stage}. Run stage=regenerate on all of them, then the rest on one."
         )
     if config.launch.ranks is None and not command.shards:
-        config = replace(config, launch=replace(config.launch, ranks=slurm.gpus_per_node))
+        config = replace(config, launch=replace(config.launch, ranks=max(slurm.gpus_per_node, 1)))
     if config.launch.dry_run:
         job = new_job(command.name, config)
         sys.stdout.write(job_script(config, job, command.words(AS_NODE)))

@@ -137,7 +137,9 @@ def test_a_drafter_is_served_with_the_flags_that_its_card_shows(
     doctor, line = dry(tree, "serve_drafter.sh", *words).splitlines()
     assert shlex.split(doctor)[1:] == ["doctor", "out/drafter", "--serve", server]
     shown = shlex.split(serving_commands("me/target", "out/drafter", 8)[name])
-    wanted = ["me/target" if word == "target.gguf" else "out/drafter" if word == "drafter.gguf" else word for word in shown]
+    wanted = [
+        "me/target" if word == "target.gguf" else "out/drafter" if word == "drafter.gguf" else word for word in shown
+    ]
     assert shlex.split(line)[1:] == [*wanted[1:], *flags, "--port", "8000"]
 
 

@@ -52,9 +52,7 @@ def command(**changes: object) -> Command:
         ("launch.hosts.port", 70000, "must be a port"),
     ],
 )
-def test_a_launch_that_cannot_be_is_refused_by_key(
-    tiny_config: RunConfig, key: str, value: object, words: str
-) -> None:
+def test_a_launch_that_cannot_be_is_refused_by_key(tiny_config: RunConfig, key: str, value: object, words: str) -> None:
     launch = tiny_config.launch
     launch.kind = "slurm" if "slurm" in key else "hostfile" if "hosts" in key else "local"
     launch.hosts.file = "hosts"
@@ -168,9 +166,7 @@ def test_shards_take_their_gpus_in_groups_of_one_target(
         plan_spread(tiny_config)
 
 
-def test_shards_of_all_nodes_are_the_jobs_of_one_array(
-    tiny_config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_of_all_nodes_are_the_jobs_of_one_array(tiny_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     see_gpus(monkeypatch, 2)
     tiny_config.stage = "regenerate"
     jobs = []
@@ -249,6 +245,18 @@ def test_a_job_file_of_another_version_is_refused(tmp_path: Path) -> None:
         Job.read(tmp_path / "job.json")
     with pytest.raises(UserError, match="same path on every node"):
         Job.read(tmp_path / "none.json")
+
+
+def test_nodes_that_do_not_meet_in_time_end_with_where_and_how_long(tiny_config: RunConfig) -> None:
+    from dflash2_train.launching.ranks import Node, run_ranks
+
+    tiny_config.launch.meet_timeout_s = 1.0
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    job = new_job("dflash2-train", tiny_config)
+    with pytest.raises(UserError, match=rf"2 nodes did not all meet at {address} within launch\.meet_timeout_s=1"):
+        run_ranks(job, ["true"], tiny_config.launch, Node(ranks=1, index=1, count=2, address=address))
 
 
 # --- logs -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from dflash2_train.app import guarded, run_app
-from dflash2_train.config import RunConfig, absolute, load_config
+from dflash2_train.config import ConfigError, RunConfig, absolute, load_config
 from dflash2_train.launching.checks import check_port, check_unused, check_writable, ranks_here
 from dflash2_train.launching.environment import (
     import_path,
@@ -68,6 +68,11 @@ def start(command: Command, config: RunConfig) -> int:
     """Run ``command`` where ``config.launch`` says, unless a launcher has made this process a rank already."""
     if is_launched():
         return command.main(config)
+    if config.launch.kind != "local" and command.single(config):
+        raise ConfigError(
+            f"launch.kind={config.launch.kind!r}: this is work for one process (eval.mode=server, or one that spreads "
+            "the target itself). Use launch=local where it shall run."
+        )
     if config.launch.kind == "slurm":
         from dflash2_train.launching.slurm import submit
 

@@ -82,7 +82,11 @@ def test_a_command_for_one_process_starts_one_on_a_machine_of_eight(
     tiny_config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     see_gpus(monkeypatch, 8)
-    assert start(command(main=lambda config: 5, single=lambda config: True), tiny_config) == 5
+    alone = command(main=lambda config: 5, single=lambda config: True)
+    assert start(alone, tiny_config) == 5
+    tiny_config.launch.kind = "slurm"
+    with pytest.raises(ConfigError, match="work for one process"):
+        start(alone, tiny_config)
 
 
 def test_tasks_of_srun_without_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

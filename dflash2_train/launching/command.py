@@ -175,7 +175,8 @@ def _node_part(command: Command, config: RunConfig, job: Job, *, node: int, node
         spread = plan_spread(config, node=node, nodes=nodes)
         return run_divided(command.name, words, replace(config, launch=launch), spread)
     if node == 0 and nodes > 1:
-        check_port(int(address.rpartition(":")[2]), "launch.hosts.port" if launch.kind == "hostfile" else "the job's port")
+        key = "launch.hosts.port" if launch.kind == "hostfile" else "the job's port"
+        check_port(int(address.rpartition(":")[2]), key)
     from dflash2_train.launching.ranks import Node, run_ranks
 
     place = Node(ranks=ranks_here(launch), index=node, count=nodes, address=address)

@@ -37,7 +37,8 @@ class Ends:
 
     codes: dict[str, int] = field(default_factory=dict)  # by name; negative: minus the signal
     seen: dict[str, float] = field(default_factory=dict)  # when each end was noticed, in seconds of one clock
-    stopped_by: int = 0  # a signal that this process got meanwhile
+    stopped_by: int = 0  # the last signal that this process got meanwhile
+    signals: int = 0  # how many it got
     killed: list[str] = field(default_factory=list)  # those that did not stop in time
 
     def failed(self) -> list[str]:
@@ -101,11 +102,11 @@ def _wait(
             code = process.poll()
             if code is not None and name not in ends.codes:
                 ends.codes[name], ends.seen[name] = code, time.time()
-        stopping = ends.stopped_by if ends.stopped_by != passed_on else 0
+        stopping = ends.stopped_by if ends.signals > passed_on else 0
         if end_together and ends.failed() and deadline is None:
             stopping = stopping or signal.SIGTERM
         if stopping:
-            passed_on = ends.stopped_by
+            passed_on = ends.signals
             deadline = time.monotonic() + stop_timeout_s if deadline is None else deadline
             _ask_to_stop(members, started, ends, stopping)
         if deadline is not None and time.monotonic() > deadline:
@@ -129,7 +130,7 @@ def _ask_to_stop(
 
 def _kill(started: Mapping[str, subprocess.Popen[bytes]], ends: Ends) -> None:
     for name, process in started.items():
-        if name not in ends.codes and name not in ends.killed:
+        if name not in ends.killed and process.poll() is None:
             ends.killed.append(name)
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -140,6 +141,7 @@ def _signals_noted(ends: Ends) -> Iterator[None]:
 
     def note(number: int, _frame: FrameType | None) -> None:
         ends.stopped_by = number
+        ends.signals += 1
 
     before = {number: signal.signal(number, note) for number in CAUGHT}
     try:

@@ -71,13 +71,12 @@ def run_rank(config: RunConfig, output: Path, found: Checkpoint | None) -> int:
         torch.set_num_threads(config.train.num_threads)
     torch.manual_seed(config.train.seed)
     rank, world_size = start_ranks(config.train.guard)
-    finished = False
     try:
         finished = train_on_rank(config, output, found, stop, rank=rank, world_size=world_size)
     except WaitStopped as stopped:
         logger.info("%s; the same command continues from the last checkpoint", stopped)
-    finally:
-        stop_ranks()
+        return EXIT_STOPPED
+    stop_ranks()  # only now: a group with a rank that failed waits here for those that wait for it
     if not finished:
         return EXIT_STOPPED
     return export_result(config) if rank == 0 else 0

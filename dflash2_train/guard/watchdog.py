@@ -27,7 +27,7 @@ STACKS_FILE = "stacks.txt"
 LOOK_EVERY_S = 1.0
 ASLEEP_S = 10.0  # between two looks: then the process was not running
 LOST_GRACE_S = 20.0  # in which the main thread finds out by itself that another rank is lost
-LEAVE_S = 60.0  # in which a rank that met an error has to be gone
+LEAVE_S = 30.0  # in which a rank that met an error has to be gone
 
 
 class Watchdog:

@@ -190,6 +190,8 @@ class Arena:
         job = Job(config)
         assert job.codes() == [0] * RANKS, job.told()
         assert curve(config) == curve(self.straight)
+        ids = {record["run_id"] for record in records(config)}
+        assert len(ids) == 1, "trackers know a run by its id, which a resume keeps"
         expected, found = final_weights(self.straight), final_weights(config)
         assert expected.keys() == found.keys()
         assert all(torch.equal(expected[name], found[name]) for name in expected)
@@ -198,6 +200,12 @@ class Arena:
 def curve(config: RunConfig) -> list[dict[str, float]]:
     """The log, each step once, without what hangs on the clock."""
     return [without_clock(row) for row in read_metrics(Path(config.train.output_dir) / "metrics.jsonl")]
+
+
+def records(config: RunConfig) -> list[dict[str, Any]]:
+    """What each start left, the first one first."""
+    folder = Path(config.train.output_dir)
+    return [json.loads(path.read_text()) for path in [folder / "run.json", *sorted(folder.glob("run.attempt*.json"))]]
 
 
 def final_weights(config: RunConfig) -> dict[str, torch.Tensor]:
@@ -273,8 +281,9 @@ def one_rank_stopped(arena: Arena) -> None:
     assert "training_run.py" in stacks
     job.kill()
     config.train.guard.collective_timeout_seconds = 1800.0
-    config.train.guard.stall_seconds = 30.0
     arena.check_resumed(config)
+    (_, resumed) = records(config)
+    assert resumed["changed"] == ["config.train.guard.collective_timeout_seconds: 4.0 -> 1800.0"]
 
 
 def stopped_for_too_long(arena: Arena) -> None:
@@ -295,8 +304,7 @@ def stopped_for_too_long(arena: Arena) -> None:
 
 def paused_and_continued(arena: Arena) -> None:
     """A job that its scheduler suspends as a whole goes on where it was, and nothing is lost for it."""
-    config = arena.variant("paused", stall_seconds=0.5, stall_exit_seconds=1.5)
-    config.train.guard.stall_seconds, config.train.guard.stall_exit_seconds = 8.0, 10.0
+    config = arena.variant("paused", stall_seconds=8.0, stall_exit_seconds=10.0)
     job = Job(config)
     job.wait_for_step(SAVE_EVERY + 1)
     for number in (signal.SIGSTOP, signal.SIGCONT):

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 DEVICES = "CUDA_VISIBLE_DEVICES"
 POLL_S = 0.2
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before a worker is started again; doubled at each death
-CLOSING_S = 30.0  # that workers have to end when they are told to
+LEAVE_S, CLOSING_S = 20.0, 30.0  # that a worker takes at most to end itself, and that it is given
 EXIT_ORPHANED = 3
 
 
@@ -193,8 +193,13 @@ def share_devices(workers: int, devices: Sequence[str]) -> list[str]:
 
 
 def leave_with_parent() -> None:
-    """End this process as soon as its input is closed, that is, when who started it is gone or wants it to end."""
+    """End this process as soon as its input is closed, that is, when who started it is gone or wants it to end.
+
+    First as Ctrl-C would, so that the engine lets go of its own processes and GPUs.
+    """
     sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(LEAVE_S)
     os._exit(EXIT_ORPHANED)
 
 
@@ -210,7 +215,7 @@ def capture(config: RunConfig) -> int:
 
 def main() -> int:
     """A worker."""
-    composed = OmegaConf.create(sys.stdin.readline())
+    composed = OmegaConf.create(json.loads(sys.stdin.readline()))
     threading.Thread(target=leave_with_parent, name="parent", daemon=True).start()
     return run_guarded(capture, composed)
 

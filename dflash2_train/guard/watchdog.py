@@ -7,7 +7,6 @@ not: a rank that wakes up is given as long as any other.
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import signal
 import sys
@@ -22,7 +21,6 @@ from dflash2_train.config import GuardConfig
 from dflash2_train.guard.status import SAVING, RankStatus
 from dflash2_train.run_control import EXIT_STALLED, rank_folder
 
-logger = logging.getLogger(__name__)
 STACKS_FILE = "stacks.txt"
 LOOK_EVERY_S = 1.0
 ASLEEP_S = 10.0  # between two looks: then the process was not running
@@ -116,7 +114,7 @@ class Watchdog:
                 f"rank {state.rank} stands still, {state.doing} behind step {state.step}, for {idle:.0f} s "
                 f"(train.guard.stall_exit_seconds) and ends; stacks are in {self.stacks}"
             )
-            self._say(text)
+            self._say(f"error: {text}")
             self._status.end(text, EXIT_STALLED)
             self._leave(EXIT_STALLED)
 
@@ -130,7 +128,7 @@ class Watchdog:
         elif self._lost_since is None:
             self._lost_since = now
         elif now - self._lost_since > LOST_GRACE_S:
-            self._say(str(error))
+            self._say(f"error: {error}")
             self._status.end(str(error), error.exit_code, blames=True)
             self._leave(error.exit_code)
 
@@ -138,9 +136,9 @@ class Watchdog:
         self._stacks_file.write(f"\n{datetime.now(UTC).isoformat(timespec='seconds')} {headline}\n")
         self._stacks_file.flush()
         faulthandler.dump_traceback(file=self._stacks_file, all_threads=True)
-        logger.error("%s; stacks of its threads are in %s", headline, self.stacks)
+        self._say(f"warning: {headline}; stacks of its threads are in {self.stacks}")
 
     def _say(self, text: str) -> None:
         """On the console, past a logging system whose lock the main thread may hold."""
-        sys.stderr.write(f"error: {text}\n")
+        sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

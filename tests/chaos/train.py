@@ -81,20 +81,37 @@ def run_rank(config: RunConfig, rank: int, ranks: int, port: int, log: Path, sab
 
 
 class Job:
-    """One start of a training: a process for each rank."""
+    """One start of a training: a process for each rank.
 
-    def __init__(self, config: RunConfig, *, ranks: int = RANKS, sabotage: dict[int, Sabotage] | None = None) -> None:
+    Args:
+        config: of the training.
+        ranks: of the job.
+        absent: how many of the last ones are never started.
+        port: where they meet; a free one by default.
+        sabotage: what a rank does to itself before it trains.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        ranks: int = RANKS,
+        absent: int = 0,
+        port: int | None = None,
+        sabotage: dict[int, Sabotage] | None = None,
+    ) -> None:
         self.output = Path(config.train.output_dir)
         self._logs = [self.output.parent / f"rank{rank}.log" for rank in range(ranks)]
         self._codes: dict[int, int] = {}
         self.output.parent.mkdir(parents=True, exist_ok=True)
         for log in self._logs:
             log.write_bytes(b"")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        if port is None:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
         doing = sabotage or {}
-        self.pids = [self._fork(config, rank, ranks, port, doing.get(rank)) for rank in range(ranks)]
+        self.pids = [self._fork(config, rank, ranks, port, doing.get(rank)) for rank in range(ranks - absent)]
 
     def _fork(self, config: RunConfig, rank: int, ranks: int, port: int, sabotage: Sabotage | None) -> int:
         child = os.fork()
@@ -250,6 +267,22 @@ def all_ranks_killed(arena: Arena) -> None:
         job.wait_for_step(step)
         job.kill()
         assert set(job.codes()) == {-signal.SIGKILL}
+    arena.check_resumed(config)
+
+
+def one_rank_never_came(arena: Arena) -> None:
+    """A rank that does not start, and a port that is taken, end the others in time, with the address."""
+    config = arena.variant("one-rank-never-came", collective_timeout_seconds=2.0)
+    job = Job(config, absent=1)
+    assert job.codes() == [EXIT_LOST_RANK], job.told()
+    assert re.search(r"error: rank 0 of 2 did not find the others at 127.0.0.1:\d+ within", job.said(0))
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        job = Job(config, absent=1, port=taken.getsockname()[1])
+        assert job.codes() == [EXIT_LOST_RANK], job.told()
+    assert "EADDRINUSE" in job.said(0)
+    config.train.guard.collective_timeout_seconds = 1800.0
     arena.check_resumed(config)
 
 
@@ -428,6 +461,7 @@ DISTURBANCES: dict[str, Callable[[Arena], None]] = {
         one_rank_killed,
         first_rank_killed,
         all_ranks_killed,
+        one_rank_never_came,
         one_rank_told_to_stop,
         one_rank_stopped,
         stopped_for_too_long,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -59,17 +58,17 @@ def test_a_worker_that_keeps_dying_ends_the_stage_with_the_way_it_died() -> None
     assert scripts.processes[1].poll() is not None
 
 
-def test_a_worker_ends_when_the_one_that_started_it_is_gone(tmp_path: Path) -> None:
+def test_a_worker_ends_as_by_ctrl_c_when_the_one_that_started_it_is_gone() -> None:
     code = (
-        "import sys; sys.stdin.readline(); from data_gen.stream_workers import leave_with_parent; leave_with_parent()"
+        "import sys, threading, time; from data_gen.stream_workers import leave_with_parent\n"
+        "threading.Thread(target=leave_with_parent, daemon=True).start()\n"
+        "try:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    sys.exit(7)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True)
-    assert process.stdin is not None
-    process.stdin.write("{}\n")
-    process.stdin.flush()
     assert process.poll() is None
+    assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(timeout=60) == 3
+    assert process.wait(timeout=60) == 7
 
 
 def test_gpus_are_shared_out_evenly_or_refused() -> None:

@@ -142,10 +142,10 @@ class RankStatus:
         return LostRankError(what.rstrip(".") + "." + ending, exit_code)
 
     def _read(self, rank: int) -> RankState | None:
-        """What a rank told, or None: not begun, of another start, or being written at this moment."""
+        """What a rank told, or None: not begun, of another start, out of sight, or being written at this moment."""
         path = rank_folder(self._output, rank) / STATUS_FILE
         try:
             state = RankState(**json.loads(path.read_bytes()))
-        except (FileNotFoundError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError):
             return None
         return state if state.job == self.state.job else None

@@ -18,7 +18,7 @@ from dflash2_train.ring_rows import WaitStopped
 from dflash2_train.run_control import EXIT_STOPPED
 
 FIND_S = 5.0  # to find out who is lost once a collective has failed; a network file system shows files late
-FIND_EVERY_S = 0.1
+FIND_EVERY_S = 0.5
 # torch has an error class for nccl and for the store; gloo's are plain RuntimeErrors that tell where in gloo they are.
 _GLOO = re.compile(r"\bgloo[/\\]|\bgloo::", re.IGNORECASE)
 

@@ -23,8 +23,9 @@ from dflash2_train.run_control import EXIT_STALLED, rank_folder
 
 STACKS_FILE = "stacks.txt"
 LOOK_EVERY_S = 1.0
+WRITE_EVERY_S = 5.0  # signs of life; many ranks share a file system
 ASLEEP_S = 10.0  # between two looks: then the process was not running
-LOST_GRACE_S = 20.0  # in which the main thread finds out by itself that another rank is lost
+LOST_AFTER_S, LOST_EVERY_S = 15.0, 10.0  # without a step the others' files are read, and so often
 LEAVE_S = 30.0  # in which a rank that met an error has to be gone
 
 
@@ -52,9 +53,9 @@ class Watchdog:
     ) -> None:
         self._status, self._guard, self._clock, self._leave = status, guard, clock, leave
         self.stacks = rank_folder(output, status.state.rank) / STACKS_FILE
-        self._beaten = self._looked = clock()
-        self._armed = self._dumped = False
-        self._lost_since: float | None = None
+        self._beaten = self._looked = self._written = clock()
+        self._armed = self._dumped = self._suspects = False
+        self._lost_look_at = 0.0
         self._must_leave: tuple[float, int] | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -79,7 +80,7 @@ class Watchdog:
     def beat(self, *, step: int, doing: str) -> None:
         """The main thread has come this far. From the first call on it is expected to come further."""
         self._status.note(step=step, doing=doing)
-        self._beaten, self._armed, self._dumped = self._clock(), True, False
+        self._beaten, self._armed, self._dumped, self._suspects = self._clock(), True, False, False
 
     def must_leave(self, exit_code: int) -> None:
         """The main thread has met an error. Should it hang on its way out, the process ends with this code."""
@@ -91,14 +92,16 @@ class Watchdog:
         if now - self._looked > ASLEEP_S:
             self._beaten += now - self._looked
         self._looked = now
-        self._status.write()
+        if now - self._written >= WRITE_EVERY_S:
+            self._written = now
+            self._status.write()
         if self._must_leave is not None:
             if now >= self._must_leave[0]:
                 self._leave(self._must_leave[1])
             return
         if self._armed:
             self._look_for_stall(now - self._beaten)
-            self._look_for_lost(now)
+            self._look_for_lost(now, now - self._beaten)
 
     def _run(self) -> None:
         while not self._closing.wait(LOOK_EVERY_S):
@@ -118,19 +121,20 @@ class Watchdog:
             self._status.end(text, EXIT_STALLED)
             self._leave(EXIT_STALLED)
 
-    def _look_for_lost(self, now: float) -> None:
-        """End where another rank is lost and the main thread has not noticed: some backends wait for the dead."""
-        if self._status.state.doing == SAVING:  # no other rank is needed to finish a checkpoint's files
+    def _look_for_lost(self, now: float, idle: float) -> None:
+        """End where another rank is lost and the main thread has not noticed: some backends wait for the dead.
+
+        It has until the next look to notice. No other rank is needed to finish a checkpoint's files.
+        """
+        if self._status.state.doing == SAVING or idle < LOST_AFTER_S or now < self._lost_look_at:
             return
+        self._lost_look_at = now + LOST_EVERY_S
         error = self._status.lost()
-        if error is None:
-            self._lost_since = None
-        elif self._lost_since is None:
-            self._lost_since = now
-        elif now - self._lost_since > LOST_GRACE_S:
+        if error is not None and self._suspects:
             self._say(f"error: {error}")
             self._status.end(str(error), error.exit_code, blames=True)
             self._leave(error.exit_code)
+        self._suspects = error is not None
 
     def _dump(self, headline: str) -> None:
         self._stacks_file.write(f"\n{datetime.now(UTC).isoformat(timespec='seconds')} {headline}\n")

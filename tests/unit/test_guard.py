@@ -16,7 +16,7 @@ from data_gen.cache.claims import process_is_gone, this_host
 from dflash2_train.config import GuardConfig, UserError
 from dflash2_train.guard.status import FILE_BYTES, SAVING, STATUS_FILE, STEPPING, RankStatus
 from dflash2_train.guard.watch import ending_of, first_line, is_of_a_collective
-from dflash2_train.guard.watchdog import ASLEEP_S, LEAVE_S, LOOK_EVERY_S, LOST_GRACE_S, Watchdog
+from dflash2_train.guard.watchdog import ASLEEP_S, LEAVE_S, LOOK_EVERY_S, LOST_AFTER_S, LOST_EVERY_S, Watchdog
 from dflash2_train.ring_rows import WaitStopped
 from dflash2_train.run_control import EXIT_LOST_RANK, EXIT_STALLED, EXIT_STOPPED, rank_folder
 
@@ -214,10 +214,19 @@ def test_a_lost_rank_that_the_main_thread_does_not_notice_ends_this_one_after_a_
 ) -> None:
     status(tmp_path, 1, pid=dead)
     case.watchdog.beat(step=1, doing=STEPPING)
-    case.run(LOST_GRACE_S)
+    case.run(LOST_AFTER_S + LOST_EVERY_S - 1)
     assert case.left == []
-    case.run(2)
-    assert case.left[0] == EXIT_LOST_RANK
+    case.run(1)
+    assert case.left == [EXIT_LOST_RANK]
+
+
+def test_a_rank_that_makes_its_steps_reads_no_file_of_the_others(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(case.status, "others", lambda: pytest.fail("read"))
+    for step in range(5):
+        case.watchdog.beat(step=step, doing=STEPPING)
+        case.run(LOST_AFTER_S - 1)
 
 
 def test_a_checkpoint_is_written_to_its_end_though_another_rank_is_lost(case: Case, tmp_path: Path, dead: int) -> None:

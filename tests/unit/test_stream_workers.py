@@ -61,8 +61,8 @@ def test_a_worker_that_keeps_dying_ends_the_stage_with_the_way_it_died() -> None
 def test_a_worker_ends_as_by_ctrl_c_when_the_one_that_started_it_is_gone() -> None:
     code = (
         "import sys, threading, time; from data_gen.stream_workers import leave_with_parent\n"
-        "threading.Thread(target=leave_with_parent, daemon=True).start()\n"
-        "try:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    sys.exit(7)\n"
+        "parent = threading.Thread(target=leave_with_parent, daemon=True)\n"
+        "try:\n    parent.start()\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    sys.exit(7)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True)
     assert process.poll() is None

@@ -75,14 +75,15 @@ class RunFolder:
 
     def ranks(self) -> list[dict[str, Any]]:
         """What each rank told last, by rank; those of the newest start, without files that are just being written."""
-        told = []
+        told: list[dict[str, Any]] = []
         for path in self.training.glob("logs/rank*/status.json"):
             try:
                 told.append(json.loads(path.read_bytes()))
             except ValueError:
                 continue
-        newest = max(told, key=lambda state: state["time"], default={}).get("job")
-        return sorted((state for state in told if state["job"] == newest), key=lambda state: state["rank"])
+        newest = max(told, key=lambda state: state["time"], default=None)
+        states = [state for state in told if newest is not None and state["job"] == newest["job"]]
+        return sorted(states, key=lambda state: state["rank"])
 
     def evaluation(self) -> dict[str, Any] | None:
         """The report of dflash2-eval, or None."""

@@ -220,9 +220,7 @@ def test_a_lost_rank_that_the_main_thread_does_not_notice_ends_this_one_after_a_
     assert case.left == [EXIT_LOST_RANK]
 
 
-def test_a_rank_that_makes_its_steps_reads_no_file_of_the_others(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_makes_its_steps_reads_no_file_of_the_others(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(case.status, "others", lambda: pytest.fail("read"))
     for step in range(5):
         case.watchdog.beat(step=step, doing=STEPPING)

@@ -152,7 +152,11 @@ def test_showing_a_run_tells_what_its_ranks_do_and_what_a_resume_changed(
 ) -> None:
     root = make_run(tmp_path / "a")
     state = {"job": 7, "step": 5, "doing": "stepping", "time": 1e9, "ended": ""}
-    told = [state | {"rank": 1}, state | {"rank": 0, "ended": "rank 1 is gone"}, state | {"rank": 2, "job": 6, "time": 1}]
+    told = [
+        state | {"rank": 1},
+        state | {"rank": 0, "ended": "rank 1 is gone"},
+        state | {"rank": 2, "job": 6, "time": 1},
+    ]
     for one in told:
         folder = root / "train" / "logs" / f"rank{one['rank']}"
         folder.mkdir(parents=True)

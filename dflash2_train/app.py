@@ -62,11 +62,10 @@ def guarded(action: Callable[[], int]) -> int:
     try:
         return action()
     except (UserError, OSError) as fault:
-        code = exit_code_of(fault)
-        if code == EXIT_BUG:
+        if isinstance(fault, OSError) and fault.errno not in MENDABLE:
             raise
         sys.stderr.write(f"error: {fault}\n")
-        return code
+        return exit_code_of(fault)
     except KeyboardInterrupt:
         Console(stderr=True).print(
             "[yellow]interrupted[/]; finished work is kept, the same command continues", highlight=False

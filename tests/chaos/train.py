@@ -171,9 +171,11 @@ class Job:
         return re.sub(r"\s+", " ", self._logs[rank].read_text())
 
     def kill(self) -> None:
-        """End what is left of it."""
-        for rank in self.alive():
+        """End what is left of it, all at once."""
+        running = self.alive()
+        for rank in running:
             self.signal(rank, signal.SIGKILL)
+        for rank in running:
             self.code_of(rank)
 
 

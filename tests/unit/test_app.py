@@ -39,6 +39,8 @@ def test_a_fault_behind_which_one_starts_again_has_an_exit_code_of_its_own() -> 
         exit_code = 75
 
     assert raising(LostError("rank 1 is gone.")) == 75
+    LostError.exit_code = 1  # for a bug of another rank; its traceback is shown there
+    assert raising(LostError("rank 1 ended.")) == 1
 
 
 def test_a_full_disk_is_a_users_fault(capsys: pytest.CaptureFixture[str]) -> None:

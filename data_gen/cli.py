@@ -113,7 +113,10 @@ def gen_data(config: RunConfig) -> int:
     if stages == ("stream",):
         from data_gen.backends.folder import find_target
         from data_gen.stream import stream
+        from data_gen.stream_workers import run_workers
 
+        if config.data.stream.workers > 0:
+            return run_workers(config)
         show_stream(stream(config, find_target(config.target)))
         return 0
     if "capture" in stages:

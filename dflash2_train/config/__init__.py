@@ -15,6 +15,7 @@ from dflash2_train.config.evaluate import EvalConfig
 from dflash2_train.config.export import ExportConfig
 from dflash2_train.config.export_gguf import GGUF_TYPES, GgufConfig
 from dflash2_train.config.generation import GenerationConfig, ServersConfig
+from dflash2_train.config.guard import GuardConfig
 from dflash2_train.config.launch import HostsConfig, LaunchConfig, SlurmConfig
 from dflash2_train.config.loss import IMPLEMENTATIONS, KL_KINDS, LossConfig
 from dflash2_train.config.plan import HardwareConfig, PlanConfig
@@ -44,6 +45,7 @@ __all__ = [
     "GateConfig",
     "GenerationConfig",
     "GgufConfig",
+    "GuardConfig",
     "HardwareConfig",
     "HostsConfig",
     "IMPLEMENTATIONS",

@@ -48,6 +48,7 @@ class RunConfig:
         self.loss.check()
         self.train.check(self.drafter, self.target)
         self.train.validation.check(self.train.validate_every)
+        self.train.guard.check()
         self.export.check(self.drafter, self.train)
         self.eval.check(self.drafter)
         self.plan.check()

@@ -19,7 +19,8 @@ from dflash2_train.export.doctor.findings import (
     WARNING,
 )
 from dflash2_train.export.doctor.known_keys import NESTED, NESTED_ONLY, TOP
-from dflash2_train.export.doctor.opened import DRAFTER_CHECKS, FIRST_ARCHITECTURE, SECOND_KEYS, OpenedDrafter, whole
+from dflash2_train.export.doctor.opened import DRAFTER_CHECKS, OpenedDrafter, whole
+from dflash2_train.export.published import FIRST_ARCHITECTURE, SECOND_KEYS
 from dflash2_train.model.drafter_config import ARCHITECTURE, MODEL_TYPE
 
 check = DRAFTER_CHECKS.check

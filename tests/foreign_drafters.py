@@ -56,7 +56,9 @@ SHAPE = DrafterShape(
 
 def random_tensors(*, second: bool, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """Every tensor of a drafter under its published name; without convolution and selector for a DFlash 1."""
-    tensors = dict(randomise(Drafter(SHAPE), seed=3).state_dict())
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        tensors = dict(randomise(Drafter(SHAPE), seed=3).state_dict())
     del tensors["mask_embedding"]
     kept = {name: tensor for name, tensor in tensors.items() if second or not any(part in name for part in SECOND)}
     return {name: tensor.to(dtype).contiguous() for name, tensor in kept.items()}

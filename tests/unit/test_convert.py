@@ -302,7 +302,11 @@ REFUSED: dict[str, tuple[Writer, dict[str, Any], str]] = {
         {"second": False, "dflash_config": {"mask_token_id": 95, "target_layer_ids": [0, 2, 4], "tree_width": 3}},
         "tree_width=3",
     ),
-    "half a DFlash 2": (write_zlab, {"second": False, "architectures": ["DFlash2DraftModel"]}, "conv_kernel_size"),
+    "half a DFlash 2": (
+        write_zlab,
+        {"second": False, "architectures": ["DFlash2DraftModel"], "is_causal": False},
+        "conv_kernel_size is missing",
+    ),
     "yarn": (write_zlab, {"second": False, "rope_scaling": {"rope_type": "yarn", "factor": 64.0}}, "rope_scaling"),
     "biases": (write_zlab, {"attention_bias": True}, "attention_bias"),
     "mla": (write_specforge, {"nested": {"attention_mode": "mla"}}, "attention_mode"),

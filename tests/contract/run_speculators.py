@@ -1,8 +1,8 @@
 """A tiny random drafter of speculators 0.9, saved by it, and what it computes; run with that package's interpreter.
 
-Usage: run_speculators.py FOLDER dflash|dflash2. Leaves FOLDER/saved (``save_pretrained``) and FOLDER/computed.safetensors:
+Usage: run_speculators.py FOLDER dflash|dflash2 [OTHER]. Leaves FOLDER/saved (``save_pretrained``) and FOLDER/computed.safetensors:
 ``taps`` [1, S, T * H], ``input_ids`` [1, S], ``embedding`` [V, H], ``anchors`` [A], ``hidden`` [A, W, H] after the last
-norm, and of a DFlash 2 ``unary`` and ``scores`` [A, W, C] of ``candidates`` behind ``predecessors`` [A, W].
+norm, and of a DFlash 2 ``unary`` and ``scores`` [A, W, C] of ``candidates`` behind ``predecessors`` [A, W]. With OTHER it loads FOLDER/saved and OTHER instead, and fails unless they are one drafter.
 """
 
 import sys
@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from speculators import DFlash2DraftModel, DFlash2SpeculatorConfig, DFlashDraftModel, DFlashSpeculatorConfig
+from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import Qwen3Config
 
 HIDDEN, VOCAB, WIDTH, TOKENS, LAYERS, ANCHORS = 32, 96, 4, 14, 2, 3
@@ -44,6 +46,12 @@ def make_model(kind):
         "aux_hidden_state_layer_ids": TAPS,
         "mask_token_id": VOCAB - 1,
         "sliding_window_non_causal": True,
+        "speculators_config": SpeculatorsConfig(
+            algorithm=kind,
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=WIDTH - 1)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path=None, architectures=[]),
+        ),
     }
     if kind == "dflash":
         model = DFlashDraftModel(DFlashSpeculatorConfig(**shared))
@@ -88,8 +96,32 @@ def compute(model, kind):
     return {name: value.contiguous().clone() for name, value in results.items()}
 
 
+def drafter_of(folder, kind):
+    """(weights, settings that shape the drafts) of a saved drafter, loaded as users of the package do."""
+    model_class = DFlashDraftModel if kind == "dflash" else DFlash2DraftModel
+    model = model_class.from_pretrained(str(folder))
+    ignored = ("embed_tokens", "lm_head", "verifier_")  # the target's, which no saved drafter has
+    weights = {name: t for name, t in model.state_dict().items() if not name.startswith(ignored)}
+    config, layers = model.config, model.config.transformer_layer_config
+    settings = [config.block_size, config.mask_token_id, config.aux_hidden_state_layer_ids, config.draft_vocab_size]
+    settings += [config.sample_from_anchor, config.sliding_window_non_causal, layers.layer_types]
+    settings += [layers.sliding_window, layers.rms_norm_eps, layers.rope_parameters, layers.max_position_embeddings]
+    return weights, settings
+
+
+def compare(first, second):
+    """Stop unless two drafters are one."""
+    assert first[1] == second[1], (first[1], second[1])
+    assert first[0].keys() == second[0].keys(), first[0].keys() ^ second[0].keys()
+    for name, tensor in first[0].items():
+        assert torch.equal(tensor, second[0][name]), name
+
+
 if __name__ == "__main__":
     folder, wanted = Path(sys.argv[1]), sys.argv[2]
-    drafter = make_model(wanted)
-    save_file(compute(drafter, wanted), folder / "computed.safetensors")
-    drafter.save_pretrained(folder / "saved")
+    if len(sys.argv) > 3:
+        compare(drafter_of(folder / "saved", wanted), drafter_of(sys.argv[3], wanted))
+    else:
+        drafter = make_model(wanted)
+        save_file(compute(drafter, wanted), folder / "computed.safetensors")
+        drafter.save_pretrained(folder / "saved")

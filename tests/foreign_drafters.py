@@ -127,7 +127,12 @@ def write_specforge(folder: Path, *, second: bool = True, nested: Mapping[str, A
 
 
 def write_speculators(
-    folder: Path, *, second: bool = True, sliding: bool = False, tables: Mapping[str, Tensor] | None = None, **changes: Any
+    folder: Path,
+    *,
+    second: bool = True,
+    sliding: bool = False,
+    tables: Mapping[str, Tensor] | None = None,
+    **changes: Any,
 ) -> Path:
     """As speculators 0.9.0 saves (``models/dflash/config.py``, ``models/dflash2/config.py``, ``config.py``).
 

@@ -1,8 +1,11 @@
 """A tiny random drafter of speculators 0.9, saved by it, and what it computes; run with that package's interpreter.
 
-Usage: run_speculators.py FOLDER dflash|dflash2 [OTHER]. Leaves FOLDER/saved (``save_pretrained``) and FOLDER/computed.safetensors:
-``taps`` [1, S, T * H], ``input_ids`` [1, S], ``embedding`` [V, H], ``anchors`` [A], ``hidden`` [A, W, H] after the last
-norm, and of a DFlash 2 ``unary`` and ``scores`` [A, W, C] of ``candidates`` behind ``predecessors`` [A, W]. With OTHER it loads FOLDER/saved and OTHER instead, and fails unless they are one drafter.
+Usage: run_speculators.py FOLDER dflash|dflash2 [OTHER]
+
+Leaves FOLDER/saved (``save_pretrained``) and FOLDER/computed.safetensors: ``taps`` [1, S, T * H], ``input_ids`` [1, S],
+``embedding`` [V, H], ``anchors`` [A], ``hidden`` [A, W, H] after the last norm, and of a DFlash 2 ``unary`` and
+``scores`` [A, W, C] of ``candidates`` behind ``predecessors`` [A, W]. With OTHER it loads FOLDER/saved and OTHER
+instead, and fails unless they are one drafter.
 """
 
 import sys

@@ -34,8 +34,8 @@ from tests.foreign_drafters import (
     WIDTH,
     random_tensors,
     write_angelspec,
-    write_speculators,
     write_specforge,
+    write_speculators,
     write_zlab,
 )
 from tests.tiny_target import save_tiny_llama
@@ -217,7 +217,9 @@ def test_angelspec_names_and_counts_are_its_own(tmp_path: Path, target: Target) 
     assert {"context_proj.weight", "context_norm.weight", "final_norm.weight", "embed_tokens.weight"} <= tensors.keys()
 
 
-def test_a_dflash_2_that_does_nothing_of_its_own_may_become_an_angelspec_drafter(tmp_path: Path, target: Target) -> None:
+def test_a_dflash_2_that_does_nothing_of_its_own_may_become_an_angelspec_drafter(
+    tmp_path: Path, target: Target
+) -> None:
     source = write_zlab(tmp_path / "source")
     assert "trained with them" in refusal(source, "angelspec", target)
     tensors = load_file(source / "model.safetensors")
@@ -330,6 +332,18 @@ def test_what_drafters_here_do_not_compute_is_refused_by_name(case: str, tmp_pat
     text = refusal(folder)
     assert told in text
     assert text.startswith(f"{folder}: ")
+
+
+@pytest.mark.parametrize("writer", [write_zlab, write_specforge, write_speculators])
+def test_a_mask_vector_beside_any_drafter_is_taken_over(writer: Writer, tmp_path: Path) -> None:
+    source = writer(tmp_path / "source")
+    torch.save(torch.ones(SHAPE.hidden_size).cumsum(0), source / MASK_FILE)
+    vector = torch.load(converted(source, tmp_path / "out") / MASK_FILE, weights_only=True)
+    assert torch.equal(vector, torch.ones(SHAPE.hidden_size).cumsum(0).bfloat16())
+
+
+def test_a_value_of_another_kind_is_one_clear_line(tmp_path: Path) -> None:
+    assert "another kind" in refusal(write_speculators(tmp_path / "source", aux_hidden_state_layer_ids=3))
 
 
 def test_vocabulary_maps_are_refused_whatever_the_configuration_says(tmp_path: Path) -> None:

@@ -36,7 +36,11 @@ from dflash2_train.model.drafter_config import MODEL_TYPE
 
 OWN_TYPE = "dflash"  # model_type
 NAMES = MappingProxyType(
-    {"fc.weight": "context_proj.weight", "hidden_norm.weight": "context_norm.weight", "norm.weight": "final_norm.weight"}
+    {
+        "fc.weight": "context_proj.weight",
+        "hidden_norm.weight": "context_norm.weight",
+        "norm.weight": "final_norm.weight",
+    }
 )
 MARKS = ("context_norm.weight", "final_norm.weight")
 ORDINARY = {"model_arch": OWN_TYPE, "fusion_type": "concat_fc", "model_type": OWN_TYPE}
@@ -62,7 +66,9 @@ def publish(config: Config, hints: Hints) -> dict[str, Any]:
     """The published configuration of an AngelSpec one."""
     for key, ordinary in ORDINARY.items():
         if config.get(key, ordinary) != ordinary:
-            raise ConvertError(f"{key}={config[key]!r}: another drafter than DFlash ({ordinary}). It cannot be converted.")
+            raise ConvertError(
+                f"{key}={config[key]!r}: another drafter than DFlash ({ordinary}). It cannot be converted."
+            )
     layers, hidden = required(config, "num_hidden_layers"), required(config, "hidden_size")
     taps = required(config, "target_layer_ids", "; AngelSpec would spread num_target_layers over the target's layers")
     if config.get("num_target_layers", len(taps)) != len(taps):

@@ -24,8 +24,8 @@ STYLE_NAMES = ("hf", "zlab", "specforge", "speculators", "angelspec")
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dflash2-export convert",
-        description="Converts a DFlash or DFlash 2 drafter from one tool's layout to another's. The source's is told by "
-        "what is in it. What the result cannot hold is said; what would change the drafts is refused.",
+        description="Converts a DFlash or DFlash 2 drafter from one tool's layout to another's. The source's is told "
+        "by what is in it. What the result cannot hold is said; what would change the drafts is refused.",
         epilog="Exit codes: 0 converted, 2 refused; nothing half-written stays.",
     )
     parser.add_argument("source", help="folder, or Hub id owner/name or owner/name@revision")
@@ -55,10 +55,10 @@ def main(argv: Sequence[str]) -> int:
     refuse_taken(output)
     obtained = obtain(options.source, options.revision)
     if obtained.is_gguf:
-        raise UserError(f"{options.source}: is a GGUF, from which nothing is converted. Name the folder it was made of.")
-    hints = Hints(
-        block_size=options.block_size, num_target_layers=options.num_target_layers, verifier=options.verifier
-    )
+        raise UserError(
+            f"{options.source}: is a GGUF, from which nothing is converted. Name the folder it was made of."
+        )
+    hints = Hints(block_size=options.block_size, num_target_layers=options.num_target_layers, verifier=options.verifier)
     target = open_named_target(options.target, options.target_revision) if options.target else None
     request = Request(
         to=STYLES[options.to], hints=hints, target=target, dtype=options.dtype, accept_losses=options.accept_losses

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dflash2_train.export.convert import angelspec, hf, speculators, specforge, zlab
+from dflash2_train.export.convert import angelspec, hf, specforge, speculators, zlab
 from dflash2_train.export.convert.style import ConvertError, Hints, Loss, Seen, Style
 from dflash2_train.export.payload import CARD, CONFIG, MASK, PLAIN_DTYPES, RECORD, read_json, read_mask_embedding
 from dflash2_train.export.published import (
@@ -97,9 +97,7 @@ def open_source(folder: Path, hints: Hints) -> Source:
         seen = Seen(config=config, header=files.header, files=frozenset(path.name for path in folder.iterdir()))
         style = recognised(folder, seen)
         return _opened(folder, style, seen, files, hints)
-    except ConvertError as error:
-        raise ConvertError(f"{folder}: {error}") from error
-    except (ValueError, TypeError, AttributeError) as error:  # a value of another kind than its key should have
+    except (ConvertError, ValueError) as error:
         raise ConvertError(f"{folder}: {error}") from error
 
 
@@ -122,20 +120,16 @@ def recognised(folder: Path, seen: Seen) -> Style:
 
 
 def _opened(folder: Path, style: Style, seen: Seen, files: WeightFiles, hints: Hints) -> Source:
-    published = style.publish(seen.config, hints)
+    published, shape, generation = _described(style, seen, hints)
     spelled = style.published_names(seen.header)
     stored = {own: name for name, own in spelled.items()}
     if len(stored) < len(spelled):
         raise ConvertError("two of its tensors have one meaning. Remove the one that does not belong there.")
     names = {name: stored[own] for name, own in by_published_name(stored).items()}
     _refuse_vocabulary_map(names)
-    generation = generation_of(published, names)
-    shape = DrafterShape.from_published(
-        published if generation == 2 else completed(published, dict(zip(SECOND_KEYS, NO_SECOND, strict=True)))
-    )
     refuse_tensors({name: seen.header[held] for name, held in names.items()}, shape, generation)
     mask = None
-    if MASK in seen.files and style.keeps_mask:
+    if MASK in seen.files:
         mask = read_mask_embedding(folder / MASK, hidden_size=shape.hidden_size, mask_token_id=shape.mask_token_id)
     return Source(
         folder=folder,
@@ -150,6 +144,18 @@ def _opened(folder: Path, style: Style, seen: Seen, files: WeightFiles, hints: H
         mask=mask,
         losses=_left_behind(style, seen),
     )
+
+
+def _described(style: Style, seen: Seen, hints: Hints) -> tuple[dict[str, Any], DrafterShape, int]:
+    """The configuration in published keys, the drafter's shape and its generation."""
+    second = dict(zip(SECOND_KEYS, NO_SECOND, strict=True))
+    try:
+        published = style.publish(seen.config, hints)
+        generation = generation_of(published, seen.header)
+        shape = DrafterShape.from_published(published if generation == 2 else completed(published, second))
+    except (TypeError, AttributeError) as error:  # nothing in the file is trusted, the kinds of its values neither
+        raise ConvertError(f"{CONFIG}: a value is of another kind than its key has ({error}). Correct it.") from error
+    return published, shape, generation
 
 
 def _refuse_vocabulary_map(names: Mapping[str, str]) -> None:

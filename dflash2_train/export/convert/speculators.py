@@ -94,9 +94,7 @@ def publish(config: Config, hints: Hints) -> dict[str, Any]:
         "is_causal": False,
         "use_sliding_window": bool(layers.get("use_sliding_window")),
         "block_size": hinted(nested["block_size"], hints.block_size, "block_size", "--block-size"),
-        "num_target_layers": hinted(
-            None, hints.num_target_layers, "the number of the target's layers", TARGET_LAYERS
-        ),
+        "num_target_layers": hinted(None, hints.num_target_layers, "the number of the target's layers", TARGET_LAYERS),
         "target_hidden_size": config.get("target_hidden_size"),
         "dflash_config": nested,
     }
@@ -123,7 +121,9 @@ def _refuse_vocabulary(config: Config, layers: Config) -> None:
 
 def _refuse_directions(config: Config, layers: Config) -> None:
     if config.get("sample_from_anchor"):
-        raise ConvertError("sample_from_anchor=true: slot 0 drafts too, which it never does here. It cannot be converted.")
+        raise ConvertError(
+            "sample_from_anchor=true: slot 0 drafts too, which it never does here. It cannot be converted."
+        )
     both_ways = config.get("sliding_window_non_causal", True if config["speculators_model_type"] == "dflash2" else None)
     if "sliding_attention" in (layers.get("layer_types") or []) and both_ways is not True:
         raise ConvertError(

@@ -149,7 +149,9 @@ def required(config: Config, key: str, instead: str = "") -> Any:
         instead: what the style's own tool would take, for the message.
     """
     if config.get(key) is None:
-        raise ConvertError(f"config.json: {key} is missing{instead}. Write the value that the drafter was trained with.")
+        raise ConvertError(
+            f"config.json: {key} is missing{instead}. Write the value that the drafter was trained with."
+        )
     return config[key]
 
 
@@ -158,7 +160,9 @@ def hinted(stated: int | None, hint: int | None, key: str, option: str) -> int:
     if stated is None and hint is None:
         raise ConvertError(f"config.json does not state {key}. Say it by {option}.")
     if stated is not None and hint is not None and stated != hint:
-        raise ConvertError(f"{key}: config.json states {stated}, {option} says {hint}. One of them is of another drafter.")
+        raise ConvertError(
+            f"{key}: config.json states {stated}, {option} says {hint}. One of them is of another drafter."
+        )
     return int(stated if stated is not None else hint or 0)
 
 

@@ -98,7 +98,11 @@ def open_named_target(name: str, revision: str | None) -> Target:
         info=info,
         architectures=tuple(map(str, stated)),
         embedding=embedding,
-        head=embedding if head is None else Table(path=facts.tensors.path_of(head), name=head) if facts.tensors else None,
+        head=embedding
+        if head is None
+        else Table(path=facts.tensors.path_of(head), name=head)
+        if facts.tensors
+        else None,
     )
 
 
@@ -153,7 +157,7 @@ def compare_tables(source: Source, target: Target | None) -> tuple[list[Loss], b
 
 
 def find_mask(source: Source, target: Target | None, *, own_row: bool) -> Mask:
-    """The vector in mask slots: the trained one, else the row of an embedding that the drafter brings, else the target's.
+    """The vector in mask slots: the trained one, else a row of the drafter's own embedding, else the target's row.
 
     Args:
         source: the drafter.
@@ -168,5 +172,7 @@ def find_mask(source: Source, target: Target | None, *, own_row: bool) -> Mask:
     if EMBEDDING in source.tables and (own_row or row is None):
         stored = source.tables[EMBEDDING]
         own = Table(path=source.files.path_of(stored), name=stored).row(token)
-        return Mask(vector=own, origin=f"row {token} of the source's own embedding", is_targets=False if own_row else None)
+        return Mask(
+            vector=own, origin=f"row {token} of the source's own embedding", is_targets=False if own_row else None
+        )
     return Mask(vector=row, origin=f"row {token} of the target's embedding", is_targets=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from dflash2_train.export.convert.target_rows import Target, open_named_target
 from dflash2_train.export.doctor import check_folder
 from dflash2_train.export.hf import load_drafter
 from dflash2_train.export.verify import BAD, verify
+from dflash2_train.export.weight_files import WeightFiles
 from dflash2_train.lineage import warm_start_chain
 from dflash2_train.provenance import sha256_file
 from dflash2_train.warm_start import warm_drafter
@@ -406,6 +409,42 @@ def test_types_are_kept_and_rounding_is_said(tmp_path: Path) -> None:
     assert not any("rounded" in loss.text for loss in plan(folder, dtype="float32").losses)
     save_file({**wide, "norm.weight": wide["norm.weight"].bfloat16()}, folder / "model.safetensors")
     assert "bfloat16 and float32" in refusal(folder)
+
+
+def test_tensors_pass_one_by_one_and_are_dropped(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+    read = WeightFiles.__getitem__
+
+    def watched(files: WeightFiles, name: str) -> Tensor:
+        assert sum(reference() is not None for reference in seen) <= 1, name  # the one that was just written
+        tensor = read(files, name)
+        seen.append(weakref.ref(tensor))
+        return tensor
+
+    source = write_speculators(tmp_path / "source")
+    with monkeypatch.context() as patched:
+        patched.setattr(WeightFiles, "__getitem__", watched)
+        converted(source, tmp_path / "out", target=target)
+    assert len(seen) == len(random_tensors(second=True))
+
+
+def test_a_quantised_target_gives_no_mask_vector(tmp_path: Path, target: Target) -> None:
+    folder = Path(shutil.copytree(target.name, tmp_path / "target"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].to(torch.int8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConvertError, match="I8"):
+        open_named_target(str(folder), None)
+
+
+def test_a_damaged_record_of_the_source_is_one_clear_line(tmp_path: Path) -> None:
+    source = write_zlab(tmp_path / "source")
+    (source / "run.json").write_text("{")
+    with pytest.raises(ConvertError, match=r"run\.json"):
+        converted(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_keys_without_a_place_are_listed(tmp_path: Path) -> None:

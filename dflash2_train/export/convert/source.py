@@ -168,8 +168,14 @@ def _refuse_vocabulary_map(names: Mapping[str, str]) -> None:
 
 
 def _left_behind(style: Style, seen: Seen) -> list[Loss]:
-    unused = sorted(style.unused & seen.header.keys())
-    return [Loss(what="tensors", text=f"{', '.join(unused)}: of the target, for training alone")] if unused else []
+    unused = ", ".join(sorted(style.unused & seen.header.keys()))
+    measured = ", ".join(sorted(name for name in seen.files if name.startswith("evaluation-")))
+    lost = []
+    if unused:
+        lost.append(Loss(what="tensors", text=f"{unused}: of the target, for training alone"))
+    if measured:
+        lost.append(Loss(what="evaluations", text=f"{measured}: stay with the source, whose files they measured"))
+    return lost
 
 
 def stated_licence(folder: Path) -> str | None:
@@ -181,8 +187,11 @@ def stated_licence(folder: Path) -> str | None:
 
 def source_record(source: Source, name: str, commit: str | None) -> dict[str, Any]:
     """What identifies a source: name, commit, style, licence, sha256 of its files, and the record that it carries."""
+    try:
+        record = read_json(source.folder / RECORD) if (source.folder / RECORD).exists() else None
+    except ValueError as error:
+        raise ConvertError(str(error)) from error
     kept = [CONFIG, *(path.name for path in source.files.paths), *([MASK] if source.mask is not None else [])]
-    record = source.folder / RECORD
     return {
         "name": name if commit else Path(name).name,
         "commit": commit,
@@ -190,7 +199,7 @@ def source_record(source: Source, name: str, commit: str | None) -> dict[str, An
         "license": stated_licence(source.folder),
         "files": {file: sha256_file(source.folder / file) for file in kept},
         "config": source.config,
-        "record": read_json(record) if record.exists() else None,
+        "record": record,
     }
 
 

@@ -19,12 +19,11 @@ from dflash2_train.config import ConfigError
 from dflash2_train.export.convert.source import Source
 from dflash2_train.export.convert.style import ConvertError, Loss
 from dflash2_train.export.doctor.target_facts import open_target
-from dflash2_train.export.payload import CONFIG, read_json
+from dflash2_train.export.payload import CONFIG, PLAIN_DTYPES, read_json
 from dflash2_train.export.weight_files import EMBEDDING, HEAD
 from dflash2_train.target import TargetInfo, TargetTensors, metadata_folder, open_target_config
 
 ROWS = 4096  # compared at a time
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,27 +90,36 @@ def open_named_target(name: str, revision: str | None) -> Target:
     assert facts.config is not None, "opened from a name a moment ago"
     info = open_target_config(facts.config)
     stated = read_json(metadata_folder(facts.config) / CONFIG).get("architectures") or []
-    embedding = _embedding(facts.tensors) if facts.tensors else None
-    head = facts.tensors.head_name() if facts.tensors else None
+    embedding, head = _tables(facts.tensors) if facts.tensors else (None, None)
     return Target(
         name=name,
         info=info,
         architectures=tuple(map(str, stated)),
         embedding=embedding,
-        head=embedding
-        if head is None
-        else Table(path=facts.tensors.path_of(head), name=head)
-        if facts.tensors
-        else None,
+        head=head,
     )
 
 
-def _embedding(tensors: TargetTensors) -> Table | None:
+def _tables(tensors: TargetTensors) -> tuple[Table, Table]:
+    """Embedding and output head; one and the same where no head is stored."""
     try:
         name = f"{tensors.decoder_prefix()}embed_tokens.weight"
     except ConfigError as error:
         raise ConvertError(str(error).replace("target.name", "--target", 1)) from error
-    return Table(path=tensors.path_of(name), name=name)
+    embedding, head = _plain(Table(path=tensors.path_of(name), name=name)), tensors.head_name()
+    return embedding, embedding if head is None else Table(path=tensors.path_of(head), name=head)
+
+
+def _plain(table: Table) -> Table:
+    """The table, once its values are stored as they are: a row of a quantised one is no vector."""
+    with safe_open(table.path, framework="pt") as file:
+        dtype = file.get_slice(table.name).get_dtype()
+    if dtype not in PLAIN_DTYPES:
+        raise ConvertError(
+            f"--target: {table.name} is {dtype}, expected one of {', '.join(PLAIN_DTYPES)}. Name a folder of the "
+            "target that is not quantised, or leave --target out and give --num-target-layers."
+        )
+    return table
 
 
 def refuse_other_target(source: Source, target: Target) -> None:

@@ -1,7 +1,7 @@
 """One style to another: what would be lost first, then a folder that appears whole or not at all.
 
-Tensors pass one by one, so memory is that of the largest few. The written folder is opened again as its own style before it takes its name:
-what it says must be what the source says.
+Tensors pass one by one, so memory is that of the largest few. The written folder is opened again as its own style
+before it takes its name: what it says must be what the source says.
 """
 
 from __future__ import annotations

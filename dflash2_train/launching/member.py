@@ -39,7 +39,7 @@ def run_member(main: Callable[[RunConfig], int], path: Path) -> int:
         try:
             code = main(config)
         except UserError as error:
-            ended(FAULT, EXIT_FAULT, str(error)).write(folder)
+            ended(FAULT, error.exit_code, str(error)).write(folder)
             raise
         except KeyboardInterrupt:
             ended(STOPPED_EARLY, 128 + signal.SIGINT, "interrupted").write(folder)

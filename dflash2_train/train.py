@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import random
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -45,6 +46,7 @@ SHOWN_WAIT = 0.02  # share of the time spent waiting for data that is worth a lo
 # Settings that may change between two starts of one run: they shape where and how often, not what is learned.
 FREE_TO_CHANGE = (
     "output_dir",
+    "plan",
     "save_every",
     "keep_checkpoints",
     "log_every",
@@ -102,7 +104,11 @@ def fingerprint(config: RunConfig, data: TrainingData, world_size: int) -> dict[
 
 
 def train(config: RunConfig) -> int:
-    """Run or continue the training of ``config`` and export its result."""
+    """Run or continue the training of ``config`` and export its result; or only plan it."""
+    if config.train.plan:
+        from dflash2_train.planning.command import plan_training
+
+        return plan_training(config)
     from dflash2_train.checkpoint import check_resumable, newest_checkpoint
     from dflash2_train.export.run import check_exportable
     from dflash2_train.training_data import open_training_data, ring_is_gone
@@ -582,7 +588,8 @@ def export_result(config: RunConfig) -> int:
 
 
 def main() -> None:
-    """Entry of the console script ``dflash2-train``."""
+    """Entry of the console script ``dflash2-train``; ``plan=true``, which names no option of the group, is a short form."""
+    sys.argv[1:] = ["train.plan=true" if word == "plan=true" else word for word in sys.argv[1:]]
     run_app("dflash2-train", train)
 
 

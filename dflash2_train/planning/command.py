@@ -40,7 +40,8 @@ def plan_training(config: RunConfig) -> int:
 
 def show(plan: TrainingPlan, console: Console) -> None:
     """All tables, then what they assume."""
-    for table in tables(plan):
+    for title, table in tables(plan):
+        console.print(title, style="italic", highlight=False)
         console.print(table)
     for line in assumptions(plan):
         console.print(f"assumed: {line}", highlight=False)

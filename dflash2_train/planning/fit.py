@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from dflash2_train.config import RunConfig
@@ -159,7 +159,7 @@ def _ways_down(config: RunConfig) -> Iterator[tuple[str, dict[str, object]]]:
             yield "fewer blocks a document: this changes training", {**same, "train.anchors_per_document": anchors}
 
 
-def largest(config: RunConfig, key: str, values: Iterator[int] | tuple[int, ...], **fixed: object) -> Suggestion | None:
+def largest(config: RunConfig, key: str, values: tuple[int, ...], **fixed: object) -> Suggestion | None:
     """The largest value of one key that fits, the others as configured or ``fixed``."""
     limit, best = room(config), None
     assert limit is not None
@@ -186,6 +186,3 @@ def suggestions(config: RunConfig) -> list[Suggestion]:
 
 def _named(suggestion: Suggestion | None, reason: str) -> Suggestion | None:
     return None if suggestion is None else replace(suggestion, reason=reason)
-
-
-Search = Callable[[RunConfig], list[Suggestion]]

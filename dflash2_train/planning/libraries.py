@@ -6,7 +6,7 @@ On a CPU measured by ``python -m tests.bench.bench_planner``, on a GPU assumed (
 from __future__ import annotations
 
 from dflash2_train.planning.setting import Setting
-from dflash2_train.planning.timeline import ALWAYS, STEP, Item, Timeline
+from dflash2_train.planning.timeline import ALWAYS, MOMENTS, Item, Timeline
 
 MIB = 2**20
 CPU_IMPORTS = 560 * MIB
@@ -39,4 +39,10 @@ def _fixed(setting: Setting) -> list[Item]:
 def _slack(setting: Setting, tensors: Timeline) -> list[Item]:
     share = CPU_SLACK if setting.device == "cpu" else GPU_SLACK
     basis = "measured" if setting.device == "cpu" else "assumed"
-    return []
+    items = []
+    for moment in MOMENTS:
+        passing = sum(item.size for item in tensors.at(moment) if item.moments != ALWAYS)
+        items.append(
+            Item(group=GROUP, name="held by the allocator", size=int(share * passing), moments=(moment,), basis=basis)
+        )
+    return items

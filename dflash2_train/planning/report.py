@@ -104,8 +104,8 @@ def _timeline_dict(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def tables(plan: TrainingPlan) -> Iterator[Table]:
-    """What is shown, in order."""
+def tables(plan: TrainingPlan) -> Iterator[tuple[str, Table]]:
+    """What is shown, in order, each with its title."""
     yield _parameters_table(plan)
     yield _memory_table(plan)
     yield _moments_table(plan)
@@ -120,23 +120,23 @@ def gigabytes(size: float) -> str:
     return f"{size / GB:,.2f}" if size >= GB / 10 else f"{size / GB:.3f}"
 
 
-def _parameters_table(plan: TrainingPlan) -> Table:
+def _parameters_table(plan: TrainingPlan) -> tuple[str, Table]:
     setting = plan.setting
     train, hardware = setting.train, plan.config.plan.hardware
     head = f"{plan.config.name} on {hardware.name}: {setting.ranks} ranks, ZeRO-{train.zero_stage}, {train.dtype}"
-    table = _table(head, "trained parameters", "millions")
+    table = _table("trained parameters", "millions")
     for part, count in parameters_by_part(setting.shape).items():
         table.add_row(part, f"{count / 1e6:,.1f}")
     table.add_row("all", f"{count_parameters(setting.shape) / 1e6:,.1f}", style="bold")
-    return table
+    return head, table
 
 
-def _memory_table(plan: TrainingPlan) -> Table:
+def _memory_table(plan: TrainingPlan) -> tuple[str, Table]:
     """Items at the peak of usual rows, and the same items in the fullest row."""
     moment = plan.usual.peak_moment
     place = "GPU" if plan.setting.device == "cuda" else "process"
-    table = _table(f"One {place} at its peak, {moment}", "part", "what", "GB", "fullest row", "from")
-    fullest = {(item.group, item.name.split(",")[0]): item for item in plan.fullest.items}
+    table = _table("part", "what", "GB", "fullest row", "from")
+    fullest = {(item.group, item.name.split(",")[0]): item for item in plan.fullest.at(moment)}
     group = ""
     for item in plan.usual.at(moment):
         most = fullest.get((item.group, item.name.split(",")[0]))
@@ -144,26 +144,26 @@ def _memory_table(plan: TrainingPlan) -> Table:
         table.add_row(*cells, "" if most is None else gigabytes(most.size), item.basis)
         group = item.group
     table.add_row("all", "", gigabytes(plan.usual.peak), gigabytes(plan.fullest.total(moment)), "", style="bold")
-    return table
+    return f"One {place} at its peak, {moment}", table
 
 
-def _moments_table(plan: TrainingPlan) -> Table:
-    table = _table("Moments", "when", "GB", "fullest row")
+def _moments_table(plan: TrainingPlan) -> tuple[str, Table]:
+    table = _table("when", "GB", "fullest row")
     for moment in MOMENTS:
         table.add_row(moment, gigabytes(plan.usual.total(moment)), gigabytes(plan.fullest.total(moment)))
-    return table
+    return "Moments", table
 
 
-def _stages_table(plan: TrainingPlan) -> Table:
-    table = _table("Weights, gradients and optimizer state of a rank", "ZeRO stage", "GB", "")
+def _stages_table(plan: TrainingPlan) -> tuple[str, Table]:
+    table = _table("ZeRO stage", "GB", "")
     for stage, size in state_by_stage(plan.setting).items():
         chosen = "as configured" if stage == plan.setting.train.zero_stage else ""
         table.add_row(str(stage), gigabytes(size), "not offered" if stage == 3 else chosen)
-    return table
+    return "Weights, gradients and optimizer state of a rank in the optimizer step", table
 
 
-def _room_table(plan: TrainingPlan) -> Table:
-    table = _table("Room", "place", "needed GB", "fullest row", f"{plan.config.plan.memory_share:.0%} of it", "verdict")
+def _room_table(plan: TrainingPlan) -> tuple[str, Table]:
+    table = _table("place", "needed GB", "fullest row", f"{plan.config.plan.memory_share:.0%} of it", "verdict")
     for verdict in plan.verdicts:
         there = "unknown" if verdict.available is None else gigabytes(verdict.available)
         style = "" if verdict.word == FITS else "yellow"
@@ -175,19 +175,19 @@ def _room_table(plan: TrainingPlan) -> Table:
             verdict.word,
             style="red" if verdict.word == SHORT else style,
         )
-    return table
+    return "Room", table
 
 
-def _ways_table(plan: TrainingPlan) -> Table:
+def _ways_table(plan: TrainingPlan) -> tuple[str, Table]:
     title = "What it could take instead" if plan.fits else "What would fit"
-    table = _table(title, "settings", "GB", "")
+    table = _table("settings", "GB", "")
     for way in plan.ways_out:
         table.add_row(way.words, gigabytes(way.needed), way.reason)
-    return table
+    return title, table
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
+def _table(*columns: str) -> Table:
+    table = Table()
     numbers = ("GB", "needed GB", "fullest row", "millions")
     for column in columns:
         table.add_column(column, justify="right" if column in numbers or column.endswith("of it") else "left")
@@ -205,9 +205,11 @@ def assumptions(plan: TrainingPlan) -> Iterator[str]:
         "has a block at every token"
     )
     yield "the target's head counts as a table of its own" if not setting.tied else "head and embedding are one table"
-    yield f"a step: {speed.model_flops / TERA:,.1f} TFLOP a rank, {speed.hardware_flops / TERA:,.1f} with what runs twice"
+    twice = speed.hardware_flops - speed.model_flops
+    again = f", and {twice / TERA:,.1f} of layers that run twice" if twice > 0 else ""
+    yield f"a step: {speed.model_flops / TERA:,.1f} TFLOP a rank{again}"
     if speed.seconds is not None and speed.tokens_per_second is not None:
-        share = f"{config.plan.train_flops_share:.0%} of {config.plan.hardware.bf16_tflops} TFLOP/s (plan.train_flops_share)"
+        share = f"{config.plan.train_flops_share:.0%} of {config.plan.hardware.bf16_tflops or 0:g} TFLOP/s (plan.train_flops_share)"
         basis = "plan.train_seconds_per_step" if config.plan.train_seconds_per_step is not None else share
         yield f"{speed.seconds:.2f} s a step, {speed.tokens_per_second:,.0f} tokens/s over all ranks; from {basis}"
 

@@ -4,10 +4,10 @@ Which of DeepSpeed's optimizers runs hangs on stage and dtype (``engine._configu
 
 | stage, dtype  | weights | gradients                                     | masters | moments |
 |---------------|---------|-----------------------------------------------|---------|---------|
-| 0, fp32       | 4 P     | 4 P                                           | none    | 8 P     |
+| 0, fp32       | 4 P     | 4 P, and a bucket of them                     | none    | 8 P     |
 | 1, bf16       | 2 P     | 2 P, and sums in fp32 of all parameters, 4 P  | 4 P / R | 8 P / R |
-| 1, fp32       | 4 P     | 4 P, and the own share once more              | 4 P / R | 8 P / R |
-| 2, bf16, fp32 | e P     | one bucket, and the own share in fp32         | 4 P / R | 8 P / R |
+| 1, fp32       | 4 P     | 4 P, a bucket, and the own share once more    | 4 P / R | 8 P / R |
+| 2, bf16, fp32 | e P     | a bucket, and the own share in fp32           | 4 P / R | 8 P / R |
 | 3 (not offered) | e P / R, and one layer whole | as stage 2               | 4 P / R | 8 P / R |
 
 P counts the flat buffers, padding included. The moving average (``train.ema_decay``) is one more share of masters.
@@ -20,7 +20,7 @@ from dataclasses import replace
 from dflash2_train.model.drafter_config import DrafterShape
 from dflash2_train.planning.parameters import largest_parameter, optimizer_groups, parameter_sizes
 from dflash2_train.planning.setting import Setting
-from dflash2_train.planning.timeline import SAVE, STEP, UPDATE, Item
+from dflash2_train.planning.timeline import LAYERS, LOSS, SAVE, STEP, UPDATE, Item
 
 BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size, and of the fallback's buffer
 FULL = 4  # bytes of fp32
@@ -48,32 +48,32 @@ def state_items(setting: Setting) -> list[Item]:
 
 
 def gradient_items(setting: Setting) -> list[Item]:
-    """Gradients in the training dtype, their fp32 sums, and the buffers in which they are reduced."""
+    """Gradients in the training dtype, their fp32 sums, and the buffers in which they are reduced.
+
+    A gradient lives from its backward pass to the end of the step. While most activations are alive, the first
+    micro-batch of a window has made those of the selector alone.
+    """
     stage, e, whole = setting.train.zero_stage, setting.itemsize, flat_elements(setting)
     share = whole // setting.ranks
+    early = whole if setting.train.accumulation > 1 else _selector(setting.shape)
+    items = []
+    if stage < 2:
+        items.append(Item(group=GROUP, name="gradients so far", size=e * early, moments=(LOSS, LAYERS)))
+        items.append(Item(group=GROUP, name="gradients", size=e * whole, moments=(UPDATE,)))
+    groups = list(optimizer_groups(setting.shape, setting.train, setting.ranks).values())
     if stage == 0:
         # ``buffered_allreduce_fallback`` lays a bucket of gradients side by side, on one rank too.
         copies = FULL * _bucket_copy(list(parameter_sizes(setting.shape).values()))
-        return [
-            Item(group=GROUP, name="gradients", size=FULL * whole, moments=(*STEP, UPDATE)),
-            Item(group=GROUP, name="bucket of gradients to reduce", size=copies, moments=(UPDATE,)),
-        ]
-    if stage == 1 and setting.train.dtype == "bfloat16":
-        groups = list(optimizer_groups(setting.shape, setting.train, setting.ranks).values())
-        return [
-            Item(group=GROUP, name="gradients", size=e * whole),
-            Item(group=GROUP, name="fp32 sums of gradients", size=FULL * whole),
-            Item(group=GROUP, name="gradients to reduce", size=reduce_buffer_bytes(groups), moments=(UPDATE,)),
-        ]
-    if stage == 1:
-        kept = Item(group=GROUP, name="gradients", size=FULL * whole, moments=(*STEP, UPDATE))
+        items.append(Item(group=GROUP, name="bucket of gradients to reduce", size=copies, moments=(UPDATE,)))
+    elif stage == 1 and setting.train.dtype == "bfloat16":
+        items.append(Item(group=GROUP, name="fp32 sums of gradients", size=FULL * whole))
+        buffer = reduce_buffer_bytes(groups)
+        items.append(Item(group=GROUP, name="gradients to reduce", size=buffer, moments=(UPDATE,)))
     else:
-        kept = Item(group=GROUP, name="gradients of one bucket", size=_bucket(setting), moments=(*STEP, UPDATE))
-    return [
-        kept,
-        Item(group=GROUP, name="own share of gradients, fp32", size=2 * FULL * share, moments=(UPDATE,)),
-        *([Item(group=GROUP, name="reduce bucket", size=_bucket(setting), moments=(*STEP, UPDATE))] if stage == 1 else []),
-    ]
+        moments = (UPDATE,) if stage == 1 else (*STEP, UPDATE)
+        items.append(Item(group=GROUP, name="reduce bucket", size=_bucket(setting), moments=moments))
+        items.append(Item(group=GROUP, name="own share of gradients, fp32", size=FULL * share, moments=(UPDATE,)))
+    return items
 
 
 def reduce_buffer_bytes(groups: list[int]) -> int:
@@ -105,6 +105,11 @@ def _bucket(setting: Setting) -> int:
     return setting.itemsize * size
 
 
+def _selector(shape: DrafterShape) -> int:
+    """Elements of the selector, whose gradients come first."""
+    return sum(size for name, size in parameter_sizes(shape).items() if name.startswith("candidate_selector."))
+
+
 def _largest_layer(shape: DrafterShape) -> int:
     """Elements of a layer, or of a codebook if that is more: what stage 3 holds whole at a time."""
     sizes = parameter_sizes(shape)
@@ -131,12 +136,12 @@ def save_host_bytes(setting: Setting) -> int:
 
 
 def state_by_stage(setting: Setting) -> dict[int, int]:
-    """Bytes that stay from step to step at every ZeRO stage that the dtype allows, and at stage 3 for comparison."""
+    """Bytes in the optimizer step at every ZeRO stage that the dtype allows, and at stage 3 for comparison."""
     totals: dict[int, int] = {}
     for stage in (0, 1, 2, 3):
         if stage == 0 and setting.train.dtype == "bfloat16":
             continue  # DeepSpeed has no bf16 with fp32 accumulation there
         at_stage = replace(setting, train=replace(setting.train, zero_stage=stage))
-        totals[stage] = sum(item.size for item in state_items(at_stage) if STEP[0] in item.moments)
+        totals[stage] = sum(item.size for item in state_items(at_stage) if UPDATE in item.moments)
     return totals
 

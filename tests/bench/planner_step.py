@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+PROMPT = 4  # tokens of a document that are not supervised
 STATUS, STATM = Path("/proc/self/status"), Path("/proc/self/statm")
 
 
@@ -66,6 +67,7 @@ class Case:
             PlanConfig,
             PromptSourceConfig,
             RunConfig,
+            SamplingConfig,
             TargetConfig,
             TrainConfig,
         )
@@ -96,7 +98,13 @@ class Case:
                 selector_rank=self.selector_rank,
                 max_position_embeddings=1 << 16,
             ),
-            data=DataConfig(root=str(folder / "data"), train_prompts=[source], holdout_prompts=[source], max_prompt_tokens=64),
+            data=DataConfig(
+                root=str(folder / "data"),
+                train_prompts=[source],
+                holdout_prompts=[source],
+                sampling=SamplingConfig(max_tokens=8),
+                max_prompt_tokens=64,
+            ),
             loss=LossConfig(chunk_mib=self.chunk_mib, logit_share=self.logit_share),
             train=TrainConfig(
                 output_dir=str(folder / "train"),
@@ -144,14 +152,14 @@ def make_window(case: Case, number: int) -> list[Any]:
     from dflash2_train.data import collate
 
     generator = torch.Generator().manual_seed(number)
-    prompt, top_k = 4, 20
+    top_k = 20
 
     def sample(name: str) -> CapturedSample:
         first = torch.randint(0, case.vocab - top_k, (case.document, 1), generator=generator)
         return CapturedSample(
             sample_id=name,
             input_ids=torch.randint(0, case.vocab - 1, (case.document,), generator=generator, dtype=torch.int32),
-            loss_mask=torch.arange(case.document) >= prompt,
+            loss_mask=torch.arange(case.document) >= PROMPT,
             tap_hidden=torch.randn(case.document, case.taps * case.hidden, generator=generator).bfloat16(),
             teacher_ids=(first + torch.arange(top_k)).int(),
             teacher_logprobs=torch.randn(case.document, top_k, generator=generator).log_softmax(-1).half(),
@@ -249,15 +257,28 @@ def run(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     windows = Prefetcher(Loader(case), start=0, windows=options.steps, depth=1, closing=threading.Event())  # type: ignore[arg-type]
     for number in range(options.steps):
         window_step(objective, engine, windows.next(), config, look=case.look and number == options.steps - 1)
-    stepped = peak_resident()
+    stepped, after = peak_resident(), resident()
+    heap = _mallinfo()
     forget_peak()
     allocated = allocations(objective, engine, case, config) if options.allocations else {}
     if options.save:
         save(engine, objective, Path(options.save), config)
-    result = {"rank": rank, "base": base, "steps": stepped, "saving": peak_resident() if options.save else 0}
+    result: dict[str, Any] = {"rank": rank, "base": base, "steps": stepped, "saving": peak_resident() if options.save else 0, "after": after, "heap": heap}
     windows.close()
     stop_ranks()
     return {**result, "allocated": allocated}
+
+
+def _mallinfo() -> dict[str, int]:
+    import ctypes
+
+    class Info(ctypes.Structure):
+        _fields_ = [(n, ctypes.c_size_t) for n in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallinfo2.restype = Info
+    info = libc.mallinfo2()
+    return {"heap": info.arena, "mapped": info.hblkhd, "used": info.uordblks, "free": info.fordblks}
 
 
 def save(engine: Any, objective: Any, folder: Path, config: Any) -> None:

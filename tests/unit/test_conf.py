@@ -143,3 +143,17 @@ def test_a_misspelt_key_or_experiment_is_refused_by_name() -> None:
         load("+experiment=smollm2_cpu", "train.lrr=1")
     with pytest.raises(ConfigCompositionException, match="experiment/nope"):
         load("+experiment=nope")
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_tiny_scale_keeps_what_makes_an_experiment_and_shrinks_the_rest(experiment: str) -> None:
+    whole, tiny = load(f"+experiment={experiment}"), load(f"+experiment={experiment}", "+scale=tiny")
+    for key in ("num_layers", "block_size", "target_layer_ids", "layer_types", "conv_kernel_size", "selector_top_k"):
+        assert vars(tiny.drafter)[key] == vars(whole.drafter)[key]
+    assert tiny.target.num_layers == whole.target.num_layers
+    assert tiny.target.architecture == whole.target.architecture is not None
+    assert (tiny.loss, tiny.train.dtype, tiny.train.zero_stage) == (whole.loss, whole.train.dtype, whole.train.zero_stage)
+    assert tiny.data.enable_thinking == whole.data.enable_thinking
+    assert tiny.target.hidden_size < whole.target.hidden_size
+    assert tiny.run_dir != whole.run_dir
+    assert tiny.target.architecture in tiny.target.setup

@@ -10,7 +10,7 @@ from collections import Counter
 
 from dflash2_train.planning.parameters import parameter_sizes
 from dflash2_train.planning.setting import Setting
-from dflash2_train.planning.timeline import LAYERS, LOOK, LOSS, STEP, Item
+from dflash2_train.planning.timeline import LAYERS, STEP, Item
 
 FULL = 4  # bytes of fp32
 TILE = 128  # of FlexAttention: queries and keys are filled up to whole ones
@@ -127,6 +127,13 @@ def layer_transient(setting: Setting) -> int:
     return residual + max(takes) + e * weight
 
 
+def largest_piece(setting: Setting) -> int:
+    """Bytes of the largest single tensor that a layer keeps: [n, I], or the softmax of the dense path."""
+    shape, batch = setting.shape, setting.batch
+    scores = shape.num_heads * (batch.tokens + batch.block_size) if setting.path == "dense" else 0
+    return setting.itemsize * batch.slots * max(shape.intermediate_size, shape.hidden_size, scores)
+
+
 def activation_items(setting: Setting) -> list[Item]:
     """All of it, as lines of the table."""
     shape, batch = setting.shape, setting.batch
@@ -145,5 +152,3 @@ def activation_items(setting: Setting) -> list[Item]:
 def _tiles(length: int) -> int:
     return -(-length // TILE)
 
-
-assert LOOK in STEP and LOSS in STEP

@@ -6,8 +6,8 @@ Which of DeepSpeed's optimizers runs hangs on stage and dtype (``engine._configu
 |---------------|---------|-----------------------------------------------|---------|---------|
 | 0, fp32       | 4 P     | 4 P, and a bucket of them                     | none    | 8 P     |
 | 1, bf16       | 2 P     | 2 P, and sums in fp32 of all parameters, 4 P  | 4 P / R | 8 P / R |
-| 1, fp32       | 4 P     | 4 P, a bucket, and the own share once more    | 4 P / R | 8 P / R |
-| 2, bf16, fp32 | e P     | a bucket, and the own share in fp32           | 4 P / R | 8 P / R |
+| 1, fp32       | 4 P     | 4 P, and a bucket of them                     | 4 P / R | 8 P / R |
+| 2, bf16, fp32 | e P     | a bucket; then the own share in fp32, twice   | 4 P / R | 8 P / R |
 | 3 (not offered) | e P / R, and one layer whole | as stage 2               | 4 P / R | 8 P / R |
 
 P counts the flat buffers, padding included. The moving average (``train.ema_decay``) is one more share of masters.
@@ -69,10 +69,12 @@ def gradient_items(setting: Setting) -> list[Item]:
         items.append(Item(group=GROUP, name="fp32 sums of gradients", size=FULL * whole))
         buffer = reduce_buffer_bytes(groups)
         items.append(Item(group=GROUP, name="gradients to reduce", size=buffer, moments=(UPDATE,)))
+    elif stage == 1:
+        # The own share is laid side by side when the gradients it comes from are gone.
+        items.append(Item(group=GROUP, name="reduce bucket", size=_bucket(setting), moments=(UPDATE,)))
     else:
-        moments = (UPDATE,) if stage == 1 else (*STEP, UPDATE)
-        items.append(Item(group=GROUP, name="reduce bucket", size=_bucket(setting), moments=moments))
-        items.append(Item(group=GROUP, name="own share of gradients, fp32", size=FULL * share, moments=(UPDATE,)))
+        items.append(Item(group=GROUP, name="reduce bucket", size=_bucket(setting), moments=STEP))
+        items.append(Item(group=GROUP, name="own share of gradients, fp32", size=2 * FULL * share, moments=(UPDATE,)))
     return items
 
 

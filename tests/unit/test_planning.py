@@ -214,11 +214,9 @@ def test_what_the_layers_keep_is_what_autograd_keeps(tiny_config: RunConfig, tmp
     assert planned == pytest.approx(kept_for_backward(setting, tmp_path), rel=0.01)
 
 
-def test_checkpointing_keeps_inputs_and_runs_one_layer_again(tiny_config: RunConfig) -> None:
-    config = on(tiny_config)
-    plain = make_setting(config)
-    config.train.gradient_checkpointing = True
-    again = make_setting(config)
+def test_checkpointing_keeps_inputs_and_runs_one_layer_again() -> None:
+    plain = make_setting(load("+experiment=glm53_flash"))
+    again = replace(plain, train=replace(plain.train, gradient_checkpointing=True))
     inputs = again.itemsize * again.batch.slots * again.shape.hidden_size
     assert activations.kept_of_layers(again) == again.shape.num_layers * inputs
     assert activations.recomputed(again) + inputs == activations.kept_of_layer(plain)
@@ -308,14 +306,22 @@ def test_moments_hold_what_is_alive_then_and_the_peak_is_the_largest(tiny_config
     assert "state gathered for saving" in {item.name for item in on_cpu.at(SAVE)}
 
 
-def test_memory_grows_with_rows_anchors_and_layers_and_falls_with_ranks(tiny_config: RunConfig) -> None:
-    config = on(tiny_config)
+def test_memory_grows_with_rows_and_anchors_and_falls_with_ranks() -> None:
+    config = load("+experiment=glm53_flash")
     base = fit.needed(config, {})
-    assert fit.needed(config, {"train.rows": 8}) > base
-    assert fit.needed(config, {"train.anchors_per_document": 1}) < base
-    assert fit.device_timeline(make_setting(on(tiny_config, devices=8))).total(UPDATE) < fit.device_timeline(
-        make_setting(config)
-    ).total(UPDATE) + 2 * 2**30
+    assert fit.needed(config, {"train.rows": 2}) > base
+    assert fit.needed(config, {"train.anchors_per_document": 64}) < base
+    lone, many = (fit.device_timeline(make_setting(on(config, devices=ranks))) for ranks in (2, 16))
+    assert many.total(UPDATE) < lone.total(UPDATE)
+
+
+def test_the_heap_of_a_cpu_keeps_small_activations_behind_the_step_and_no_large_ones(tiny_config: RunConfig) -> None:
+    config = on(tiny_config, kind="cpu")
+    few = MicroBatch(rows=1, tokens=64, anchors=512, block_size=4, document_tokens=64.0)
+    many = replace(few, anchors=1 << 20)
+    kept = [named(fit.device_timeline(make_setting(config, batch)).at(SAVE)) for batch in (few, many)]
+    assert kept[0]["heap left by activations"] > activations.kept_of_layers(make_setting(config, few))
+    assert "heap left by activations" not in kept[1]
 
 
 def small(config: RunConfig, memory_gb: float) -> RunConfig:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 LOGIT_BYTES = 4  # of a logit in fp32, the unit of loss.logit_share
 FREE_BYTES = 1 << 20  # what the sweep over the logits may always take
-SCRATCH_BYTES = {2: 6 << 20, 4: 1 << 20, 8: 1 << 20}  # by bytes of a parameter: what products take beside their result
+SCRATCH_BYTES = {2: 4 << 20, 4: 2 << 20, 8: 2 << 20}  # by bytes of a parameter: products, and the candidates' part
 BLOCK_BYTES = 3 << 19  # 1.5 MiB of fp32 logits a block on a CPU: two cores' share of a usual second-level cache
 ROWS_MULTIPLE = 32  # of supervised slots, in products with the head and the selector's projection
+CHUNK_MULTIPLE = 16  # rows of a chunk; divides the former, so that the last chunk is a multiple as well
 TOKENS_MULTIPLE, ANCHORS_MULTIPLE = 64, 16  # of a packed row, see dflash2_train.shapes
 LOGIT_GROUP = 64  # logits that share one maximum in the search for the largest
 CPU_CHUNK_BYTES = 2 << 20  # scores of an attention chunk: a core's second-level cache
@@ -36,7 +37,7 @@ def loss_budget(count: int, hidden: int, vocab: int, itemsize: int, *, chunk_byt
 def chunk_rows(padded_count: int, budget: int, *, fixed_bytes: int, bytes_per_row: int) -> int:
     """Rows of a chunk of logits: what the budget holds, in whole multiples where it can; at least one."""
     chunk = max(1, (budget - fixed_bytes) // bytes_per_row)
-    return min(padded_count, max(chunk // ROWS_MULTIPLE * ROWS_MULTIPLE, min(chunk, ROWS_MULTIPLE)))
+    return min(padded_count, max(chunk // CHUNK_MULTIPLE * CHUNK_MULTIPLE, min(chunk, CHUNK_MULTIPLE)))
 
 
 def block_rows(vocab: int, work_itemsize: int, plane_bytes: int, budget: int) -> int:

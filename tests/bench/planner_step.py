@@ -10,8 +10,10 @@ bytes. ``--allocations`` adds the largest sum of live tensors by moment, from th
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -238,18 +240,19 @@ def window_step(objective: Any, engine: Any, window: list[Any], config: Any, *, 
         engine.step()
 
 
+def import_all() -> None:
+    """What a training imports, so that the base holds it."""
+    for name in ("checkpoint", "engine", "layer_execution", "objective", "telemetry.recorder", "training_data", "target"):
+        importlib.import_module(f"dflash2_train.{name}")
+
+
 def run(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """Measure one rank."""
-    import threading
-
     from dflash2_train.engine import start_ranks, stop_ranks
     from dflash2_train.prefetch import Prefetcher
-    from dflash2_train.train import train  # noqa: F401 - what the trainer imports, before the base is taken
 
     rank, ranks = start_ranks()
-    import dflash2_train.checkpoint
-    import dflash2_train.telemetry.recorder  # noqa: F401
-
+    import_all()
     base = resident()
     forget_peak()
     config = case.config(Path(options.save or "."), ranks)
@@ -257,28 +260,15 @@ def run(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     windows = Prefetcher(Loader(case), start=0, windows=options.steps, depth=1, closing=threading.Event())  # type: ignore[arg-type]
     for number in range(options.steps):
         window_step(objective, engine, windows.next(), config, look=case.look and number == options.steps - 1)
-    stepped, after = peak_resident(), resident()
-    heap = _mallinfo()
+    stepped = peak_resident()
     forget_peak()
     allocated = allocations(objective, engine, case, config) if options.allocations else {}
     if options.save:
         save(engine, objective, Path(options.save), config)
-    result: dict[str, Any] = {"rank": rank, "base": base, "steps": stepped, "saving": peak_resident() if options.save else 0, "after": after, "heap": heap}
+    result = {"rank": rank, "base": base, "steps": stepped, "saving": peak_resident() if options.save else 0}
     windows.close()
     stop_ranks()
     return {**result, "allocated": allocated}
-
-
-def _mallinfo() -> dict[str, int]:
-    import ctypes
-
-    class Info(ctypes.Structure):
-        _fields_ = [(n, ctypes.c_size_t) for n in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
-
-    libc = ctypes.CDLL("libc.so.6")
-    libc.mallinfo2.restype = Info
-    info = libc.mallinfo2()
-    return {"heap": info.arena, "mapped": info.hblkhd, "used": info.uordblks, "free": info.fordblks}
 
 
 def save(engine: Any, objective: Any, folder: Path, config: Any) -> None:
@@ -290,7 +280,6 @@ def save(engine: Any, objective: Any, folder: Path, config: Any) -> None:
 
 def allocations(objective: Any, engine: Any, case: Case, config: Any) -> dict[str, int]:
     """Largest growth of live tensor memory inside forward, backward and the optimizer's step, bytes."""
-    import torch
     from torch.profiler import ProfilerActivity, profile
 
     batch = make_window(case, 99)
@@ -303,7 +292,6 @@ def allocations(objective: Any, engine: Any, case: Case, config: Any) -> dict[st
     for _, size in memory:
         total += size
         grown["step"] = max(grown.get("step", 0), total)
-    del torch
     return grown
 
 

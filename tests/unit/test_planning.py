@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import math
 import subprocess
@@ -26,10 +28,15 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
 
-def load(*overrides: str) -> RunConfig:
+@functools.cache
+def composed(*overrides: str) -> RunConfig:
     register_schema()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return load_config(compose("config", list(overrides)))
+
+
+def load(*overrides: str) -> RunConfig:
+    return copy.deepcopy(composed(*overrides))
 
 
 def on(config: RunConfig, **hardware: object) -> RunConfig:

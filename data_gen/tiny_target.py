@@ -22,7 +22,7 @@ from dflash2_train.provenance import publish
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-HIDDEN, VOCAB = 64, 320  # what conf/scale/tiny.yaml declares
+HIDDEN, VOCAB = 288, 320  # what conf/scale/tiny.yaml declares
 BOS, END, USER, ASSISTANT, THINK, THOUGHT = "<bos>", "<end>", "<user>", "<assistant>", "<think>", "</think>"
 MARKS = (BOS, END, USER, ASSISTANT, THINK, THOUGHT)
 TEMPLATE = (

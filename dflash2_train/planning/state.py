@@ -7,7 +7,7 @@ Which of DeepSpeed's optimizers runs hangs on stage and dtype (``engine._configu
 | 0, fp32       | 4 P     | 4 P, and a bucket of them                     | none    | 8 P     |
 | 1, bf16       | 2 P     | 2 P, and sums in fp32 of all parameters, 4 P  | 4 P / R | 8 P / R |
 | 1, fp32       | 4 P     | 4 P, and a bucket of them                     | 4 P / R | 8 P / R |
-| 2, bf16, fp32 | e P     | a bucket; then the own share in fp32, twice   | 4 P / R | 8 P / R |
+| 2, bf16, fp32 | e P     | a bucket; the own share in fp32, 2 or 3 times | 4 P / R | 8 P / R |
 | 3 (not offered) | e P / R, and one layer whole | as stage 2               | 4 P / R | 8 P / R |
 
 P counts the flat buffers, padding included. The moving average (``train.ema_decay``) is one more share of masters.
@@ -73,8 +73,13 @@ def gradient_items(setting: Setting) -> list[Item]:
         # The own share is laid side by side when the gradients it comes from are gone.
         items.append(Item(group=GROUP, name="reduce bucket", size=_bucket(setting), moments=(UPDATE,)))
     else:
+        # The share of earlier micro-batches; then that of the last one, and both laid side by side.
+        again = setting.train.accumulation > 1
         items.append(Item(group=GROUP, name="reduce bucket", size=_bucket(setting), moments=STEP))
-        items.append(Item(group=GROUP, name="own share of gradients, fp32", size=2 * FULL * share, moments=(UPDATE,)))
+        earlier = FULL * share if again else 0
+        items.append(Item(group=GROUP, name="own share of gradients, fp32", size=earlier, moments=STEP))
+        last = (3 if again else 2) * FULL * share
+        items.append(Item(group=GROUP, name="own share of gradients, fp32", size=last, moments=(UPDATE,)))
     return items
 
 

@@ -45,7 +45,7 @@ def stages(config: RunConfig, folder: Path) -> list[Callable[[], int]]:
     from dflash2_train.planning.command import plan_training
     from dflash2_train.train import train
 
-    examined = [str(folder / "run" / "export"), "--target", config.target.name]
+    examined = [str(folder / "run" / "export"), "--target", config.target.name, "--strict"]
     return [
         lambda: plan_training(config),
         lambda: make_target(config),

@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 
 from data_gen.stage_plan import plan_stage
+from data_gen.tiny_target import HIDDEN, VOCAB
 from dflash2_train.app import register_schema
 from dflash2_train.config import ConfigError, RunConfig, load_config
 from dflash2_train.export.doctor import check_config
@@ -154,6 +155,7 @@ def test_the_tiny_scale_keeps_what_makes_an_experiment_and_shrinks_the_rest(expe
     assert tiny.target.architecture == whole.target.architecture is not None
     assert (tiny.loss, tiny.train.dtype, tiny.train.zero_stage) == (whole.loss, whole.train.dtype, whole.train.zero_stage)
     assert tiny.data.enable_thinking == whole.data.enable_thinking
+    assert (tiny.target.hidden_size, tiny.target.vocab_size) == (HIDDEN, VOCAB)
     assert tiny.target.hidden_size < whole.target.hidden_size
     assert tiny.run_dir != whole.run_dir
     assert tiny.target.architecture in tiny.target.setup

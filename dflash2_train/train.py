@@ -588,7 +588,7 @@ def export_result(config: RunConfig) -> int:
 
 
 def main() -> None:
-    """Entry of the console script ``dflash2-train``; ``plan=true``, which names no option of the group, is a short form."""
+    """Entry of the console script ``dflash2-train``; ``plan=true``, no option of that group, is a short form."""
     sys.argv[1:] = ["train.plan=true" if word == "plan=true" else word for word in sys.argv[1:]]
     run_app("dflash2-train", train)
 

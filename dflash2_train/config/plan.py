@@ -1,4 +1,4 @@
-"""What plans of data and training reckon with: the hardware, and what is assumed where nothing was counted or measured."""
+"""What plans of data and training reckon with: the hardware, and what is assumed where nothing was counted."""
 
 from __future__ import annotations
 

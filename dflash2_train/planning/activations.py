@@ -111,8 +111,8 @@ def layer_transient(setting: Setting) -> int:
 
     MLP: gradients by silu and up, [n, I] each, where the product that was kept is gone by then; the gradient of the
     residual and of the MLP's input, [n, H] each. Convolution on a GPU, at once and in fp32: state, gradient, kernels,
-    sum and product, (4 + Kc) [n, H]. dense: gradient of the softmax and of the scores, while the MLP's tensors are gone.
-    Any of them makes the gradient of one weight before it is added to the sum.
+    sum and product, (4 + Kc) [n, H]. dense: gradient of the softmax and of the scores, while the MLP's tensors are
+    gone. Any of them makes the gradient of one weight before it is added to the sum.
     """
     shape, batch, e = setting.shape, setting.batch, setting.itemsize
     hidden, inner = shape.hidden_size, shape.intermediate_size
@@ -151,4 +151,3 @@ def activation_items(setting: Setting) -> list[Item]:
 
 def _tiles(length: int) -> int:
     return -(-length // TILE)
-

@@ -58,7 +58,9 @@ def frozen_bytes(setting: Setting) -> int:
 def buffer_items(setting: Setting) -> list[Item]:
     """Lines of the table for the place that is trained on."""
     items = [
-        Item(group="frozen", name="embedding and head" + (", tied" if setting.tied else ""), size=frozen_bytes(setting)),
+        Item(
+            group="frozen", name="embedding and head" + (", tied" if setting.tied else ""), size=frozen_bytes(setting)
+        ),
         Item(group="data", name="window in training", size=device_window_bytes(setting), moments=STEP),
     ]
     if setting.device == "cpu":

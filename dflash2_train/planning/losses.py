@@ -36,8 +36,8 @@ def rows_of_chunk(setting: Setting) -> int:
 def pass_bytes(setting: Setting) -> tuple[int, int]:
     """Fixed bytes, and bytes a row, of the pass over a chunk beside the logits.
 
-    CPU: fp32 planes of the few rows that are worked on (``pass_torch``): the logits' copy where they are of 16 bits, and
-    their slope under a soft cap. GPU: maxima of groups of logits and the groups that are searched (``pass_triton``).
+    CPU: fp32 planes of the few rows that are worked on (``pass_torch``): the logits' copy where they are of 16 bits,
+    and their slope under a soft cap. GPU: maxima of groups of logits and the groups that are searched (``pass_triton``).
     """
     shape, e = setting.shape, setting.itemsize
     if setting.device == "cuda":
@@ -95,7 +95,12 @@ def loss_items(setting: Setting) -> list[Item]:
     chunk = ALWAYS if setting.device == "cpu" else (LOOK,)
     kept = setting.batch.labels * slot_bytes(setting)
     return [
-        Item(group=GROUP, name=f"chunk of logits, {rows_of_chunk(setting)} slots", size=chunk_bytes(setting), moments=chunk),
+        Item(
+            group=GROUP,
+            name=f"chunk of logits, {rows_of_chunk(setting)} slots",
+            size=chunk_bytes(setting),
+            moments=chunk,
+        ),
         Item(group=GROUP, name="supervised slots", size=kept, moments=(LOOK, LOSS)),
         Item(group=GROUP, name="backward of the loss", size=backward_bytes(setting), moments=(LOSS,)),
         Item(group=GROUP, name="gradient of each part", size=look_bytes(setting), moments=(LOOK,)),

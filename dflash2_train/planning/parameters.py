@@ -30,7 +30,9 @@ def largest_parameter(shape: DrafterShape) -> int:
 
 def parameters_by_part(shape: DrafterShape) -> dict[str, int]:
     """P by what a reader of the architecture looks for; parts in the order of a forward pass."""
-    parts = dict.fromkeys(("fusion of taps", "attention", "MLP", "convolutions", "selector", "norms, mask embedding"), 0)
+    parts = dict.fromkeys(
+        ("fusion of taps", "attention", "MLP", "convolutions", "selector", "norms, mask embedding"), 0
+    )
     for name, size in parameter_sizes(shape).items():
         parts[_part(name)] += size
     return parts

@@ -209,9 +209,15 @@ def assumptions(plan: TrainingPlan) -> Iterator[str]:
     again = f", and {twice / TERA:,.1f} of layers that run twice" if twice > 0 else ""
     yield f"a step: {speed.model_flops / TERA:,.1f} TFLOP a rank{again}"
     if speed.seconds is not None and speed.tokens_per_second is not None:
-        share = f"{config.plan.train_flops_share:.0%} of {config.plan.hardware.bf16_tflops or 0:g} TFLOP/s (plan.train_flops_share)"
-        basis = "plan.train_seconds_per_step" if config.plan.train_seconds_per_step is not None else share
-        yield f"{speed.seconds:.2f} s a step, {speed.tokens_per_second:,.0f} tokens/s over all ranks; from {basis}"
+        rate = f"{speed.seconds:.2f} s a step, {speed.tokens_per_second:,.0f} tokens/s over all ranks"
+        yield f"{rate}; from {_basis(config)}"
+
+
+def _basis(config: RunConfig) -> str:
+    plan = config.plan
+    if plan.train_seconds_per_step is not None:
+        return "plan.train_seconds_per_step"
+    return f"{plan.train_flops_share:.0%} of {plan.hardware.bf16_tflops or 0:g} TFLOP/s (plan.train_flops_share)"
 
 
 def failures(plan: TrainingPlan) -> Iterator[str]:
@@ -225,4 +231,4 @@ def failures(plan: TrainingPlan) -> Iterator[str]:
         elif plan.ways_out:
             yield f"{lacking}: set {plan.ways_out[0].words}."
         else:
-            yield f"{lacking}, and nothing tried here makes it fit: use more devices (plan.hardware.devices) or larger ones."
+            yield f"{lacking}, and nothing tried makes it fit: use more devices (plan.hardware.devices) or larger ones."

@@ -24,7 +24,7 @@ class MicroBatch:
 
     @property
     def slots(self) -> int:
-        """n = B A W."""
+        """N = B A W."""
         return self.rows * self.anchors * self.block_size
 
     @property

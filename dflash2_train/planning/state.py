@@ -132,7 +132,9 @@ def save_items(setting: Setting) -> list[Item]:
     one = FULL * largest_parameter(setting.shape)
     items = [Item(group=GROUP, name="a tensor being gathered", size=one, moments=(SAVE,))]
     if setting.device == "cpu":
-        items.append(Item(group=GROUP, name="state gathered for saving", size=save_host_bytes(setting), moments=(SAVE,)))
+        items.append(
+            Item(group=GROUP, name="state gathered for saving", size=save_host_bytes(setting), moments=(SAVE,))
+        )
     return items
 
 
@@ -151,4 +153,3 @@ def state_by_stage(setting: Setting) -> dict[int, int]:
         at_stage = replace(setting, train=replace(setting.train, zero_stage=stage))
         totals[stage] = sum(item.size for item in state_items(at_stage) if UPDATE in item.moments)
     return totals
-

@@ -1,4 +1,4 @@
-"""The planner's memory against real training steps: ``python -m tests.bench.bench_planner [--cases A,B] [--ranks 1,2]``.
+"""The planner's memory against real steps: ``python -m tests.bench.bench_planner [--cases A,B] [--ranks 1,2]``.
 
 Every case runs in processes of its own (``planner_step``): the real engine, objective, batches and checkpoint. Shown
 for the rank that took most: what interpreter and libraries took after all imports, the peak resident size (VmHWM) over
@@ -76,7 +76,7 @@ CASES = {
 
 def setting_of(case: Case, ranks: int) -> Setting:
     """The planner's view of a case, with the very sizes of its batches."""
-    config = case.config(Path("."), ranks)
+    config = case.config(Path(), ranks)
     anchors = case.documents * min(case.anchors, case.document - PROMPT - 1)
     batch = MicroBatch(
         rows=case.rows,

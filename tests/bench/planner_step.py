@@ -242,7 +242,15 @@ def window_step(objective: Any, engine: Any, window: list[Any], config: Any, *, 
 
 def import_all() -> None:
     """What a training imports, so that the base holds it."""
-    for name in ("checkpoint", "engine", "layer_execution", "objective", "telemetry.recorder", "training_data", "target"):
+    for name in (
+        "checkpoint",
+        "engine",
+        "layer_execution",
+        "objective",
+        "telemetry.recorder",
+        "training_data",
+        "target",
+    ):
         importlib.import_module(f"dflash2_train.{name}")
 
 

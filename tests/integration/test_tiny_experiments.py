@@ -26,9 +26,7 @@ CASES = [
 
 def run(experiment: str, folder: Path, *overrides: str) -> str:
     words = [sys.executable, "-m", "tests.integration.run_tiny_experiment", experiment, str(folder), *overrides]
-    done = subprocess.run(
-        words, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=500
-    )
+    done = subprocess.run(words, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=500)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
     return output

@@ -153,7 +153,11 @@ def test_the_tiny_scale_keeps_what_makes_an_experiment_and_shrinks_the_rest(expe
         assert vars(tiny.drafter)[key] == vars(whole.drafter)[key]
     assert tiny.target.num_layers == whole.target.num_layers
     assert tiny.target.architecture == whole.target.architecture is not None
-    assert (tiny.loss, tiny.train.dtype, tiny.train.zero_stage) == (whole.loss, whole.train.dtype, whole.train.zero_stage)
+    assert (tiny.loss, tiny.train.dtype, tiny.train.zero_stage) == (
+        whole.loss,
+        whole.train.dtype,
+        whole.train.zero_stage,
+    )
     assert tiny.data.enable_thinking == whole.data.enable_thinking
     assert (tiny.target.hidden_size, tiny.target.vocab_size) == (HIDDEN, VOCAB)
     assert tiny.target.hidden_size < whole.target.hidden_size

@@ -65,9 +65,7 @@ def test_parameters_are_those_of_the_real_drafter_of_every_experiment(experiment
     assert parameter_sizes(setting.shape) == real
     assert sum(parameters_by_part(setting.shape).values()) == count_parameters(setting.shape) == sum(real.values())
     groups = {g["name"]: sum(p.numel() for p in g["params"]) for g in parameter_groups(drafter, setting.train)}
-    assert optimizer_groups(setting.shape, setting.train, 1) == {
-        name: size + size % 2 for name, size in groups.items()
-    }
+    assert optimizer_groups(setting.shape, setting.train, 1) == {name: size + size % 2 for name, size in groups.items()}
 
 
 def test_flat_buffers_are_filled_up_to_two_elements_a_rank(tiny_config: RunConfig) -> None:
@@ -90,7 +88,8 @@ from dflash2_train.engine import TrainEngine, start_ranks, stop_ranks
 from dflash2_train.target import FrozenHead
 start_ranks()
 config, objective, samples = make_objective(Path({str(root)!r}))
-train = TrainConfig(output_dir="x", steps=2, row_tokens=64, rows=1, dtype={dtype!r}, zero_stage={stage}, ema_decay={0.9 if ema else None})
+options = dict(dtype={dtype!r}, zero_stage={stage}, ema_decay={0.9 if ema else None})
+train = TrainConfig(output_dir="x", steps=2, row_tokens=64, rows=1, **options)
 engine = TrainEngine(objective, train)
 objective.frozen.to("cpu", getattr(torch, {dtype!r}))
 batch, blocks = batch_of([samples[:2]])
@@ -98,7 +97,8 @@ batch = batch.to(torch.device("cpu"), getattr(torch, {dtype!r}))
 engine.backward(engine.forward(batch, blocks, denominator=torch.tensor(9.0), scale=1.0, selector_ramp=1.0).loss)
 engine.step()
 def held(tensors):
-    return sum({{t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}}.values())
+    storages = [t.untyped_storage() for t in tensors]
+    return sum({{storage.data_ptr(): storage.nbytes() for storage in storages}}.values())
 masters = engine._masters()
 inner = engine._engine.optimizer
 print(json.dumps({{
@@ -432,7 +432,6 @@ def test_a_plan_answers_without_torch_and_trains_nothing(tmp_path: Path, word: s
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (tmp_path / "run").iterdir()] == [PLAN_FILE]
-
 
 
 def test_the_guide_shows_the_plans_as_they_are_printed_now() -> None:

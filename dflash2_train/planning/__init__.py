@@ -3,8 +3,9 @@
     dflash2-train +experiment=glm53_flash plan=true
 
 ``setting`` says what a step is made of; ``parameters``, ``state``, ``activations``, ``losses`` and ``buffers`` count
-its tensors, ``libraries`` what is no tensor; ``timeline`` adds them up at the moments at which the most is alive, ``fit`` holds that against the machine
-and searches settings that fit, ``speed`` estimates time, ``report`` and ``command`` show it.
+its tensors, ``libraries`` what is no tensor; ``timeline`` adds them up at the moments at which most is alive, ``fit``
+holds that against the machine and searches settings that fit, ``speed`` estimates time, ``report`` and ``command``
+show it.
 
 Every function that counts bytes says which tensors it counts; ``tests/bench/bench_planner.py`` holds the sums against
 real training steps.

@@ -37,7 +37,8 @@ def pass_bytes(setting: Setting) -> tuple[int, int]:
     """Fixed bytes, and bytes a row, of the pass over a chunk beside the logits.
 
     CPU: fp32 planes of the few rows that are worked on (``pass_torch``): the logits' copy where they are of 16 bits,
-    and their slope under a soft cap. GPU: maxima of groups of logits and the groups that are searched (``pass_triton``).
+    and their slope under a soft cap. GPU: maxima of groups of logits and the groups that are searched
+    (``pass_triton``).
     """
     shape, e = setting.shape, setting.itemsize
     if setting.device == "cuda":

@@ -265,7 +265,8 @@ def run(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     forget_peak()
     config = case.config(Path(options.save or "."), ranks)
     objective, engine = build(case, config)
-    windows = Prefetcher(Loader(case), start=0, windows=options.steps, depth=1, closing=threading.Event())  # type: ignore[arg-type]
+    loader: Any = Loader(case)
+    windows = Prefetcher(loader, start=0, windows=options.steps, depth=1, closing=threading.Event())
     for number in range(options.steps):
         window_step(objective, engine, windows.next(), config, look=case.look and number == options.steps - 1)
     stepped = peak_resident()

@@ -360,7 +360,7 @@ def test_suggestions_fit_and_one_more_row_would_not() -> None:
     assert limit is not None
     ways = fit.suggestions(config)
     assert all(way.needed <= limit for way in ways)
-    rows = [int(way.overrides["train.rows"]) for way in ways if "train.rows" in way.overrides]  # type: ignore[call-overload]
+    rows = [int(str(way.overrides["train.rows"])) for way in ways if "train.rows" in way.overrides]
     assert rows[0] < rows[1]
     if rows[0] < fit.MAX_ROWS:
         assert fit.needed(config, {"train.rows": rows[0] + 1}) > limit

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dflash2_train.model.drafter_config import DrafterShape
-from dflash2_train.planning.parameters import largest_parameter, optimizer_groups, parameter_sizes
+from dflash2_train.planning.parameters import count_parameters, largest_parameter, optimizer_groups, parameter_sizes
 from dflash2_train.planning.setting import Setting
 from dflash2_train.planning.timeline import LAYERS, LOSS, SAVE, STEP, UPDATE, Item
 
@@ -28,7 +28,9 @@ GROUP = "state"
 
 
 def flat_elements(setting: Setting) -> int:
-    """P of the table: elements of all flat buffers."""
+    """P of the table: elements of all flat buffers; stage 0 has none, so there it is the parameters' own number."""
+    if setting.train.zero_stage == 0:
+        return count_parameters(setting.shape)
     return sum(optimizer_groups(setting.shape, setting.train, setting.ranks).values())
 
 
@@ -140,7 +142,7 @@ def save_items(setting: Setting) -> list[Item]:
 
 def save_host_bytes(setting: Setting) -> int:
     """Host memory of ``engine.gather``: a kind of state whole in fp32, and a copy of this rank's masters."""
-    whole = FULL * sum(parameter_sizes(setting.shape).values())
+    whole = FULL * count_parameters(setting.shape)
     return whole + FULL * flat_elements(setting) // (setting.ranks if setting.train.zero_stage > 0 else 1)
 
 

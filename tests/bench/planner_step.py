@@ -59,23 +59,10 @@ class Case:
 
     def config(self, folder: Path, ranks: int) -> Any:
         """The case as an experiment of ``ranks`` CPU processes."""
-        from dflash2_train.config import (
-            DataConfig,
-            DrafterConfig,
-            EvalConfig,
-            ExportConfig,
-            HardwareConfig,
-            LossConfig,
-            PlanConfig,
-            PromptSourceConfig,
-            RunConfig,
-            SamplingConfig,
-            TargetConfig,
-            TrainConfig,
-        )
+        from dflash2_train.config import DataConfig, EvalConfig, ExportConfig, HardwareConfig, LossConfig, PlanConfig
+        from dflash2_train.config import PromptSourceConfig, RunConfig, SamplingConfig, TargetConfig
 
         source = PromptSourceConfig(kind="starter", split="train", license="apache-2.0")
-        sliding = [] if self.window is None else ["sliding_attention"] * self.layers
         config = RunConfig(
             name=self.name,
             run_dir=str(folder),
@@ -86,20 +73,7 @@ class Case:
                 num_layers=self.taps,
                 vocab_size=self.vocab,
             ),
-            drafter=DrafterConfig(
-                num_layers=self.layers,
-                num_heads=self.heads,
-                num_kv_heads=self.kv_heads,
-                head_dim=self.head_dim,
-                intermediate_size=self.intermediate,
-                block_size=self.block_size,
-                target_layer_ids=list(range(self.taps)),
-                mask_token_id=self.vocab - 1,
-                layer_types=sliding,
-                sliding_window=self.window,
-                selector_rank=self.selector_rank,
-                max_position_embeddings=1 << 16,
-            ),
+            drafter=self._drafter(),
             data=DataConfig(
                 root=str(folder / "data"),
                 train_prompts=[source],
@@ -108,27 +82,50 @@ class Case:
                 max_prompt_tokens=64,
             ),
             loss=LossConfig(chunk_mib=self.chunk_mib, logit_share=self.logit_share),
-            train=TrainConfig(
-                output_dir=str(folder / "train"),
-                steps=100,
-                dtype=self.dtype,
-                row_tokens=self.document * self.documents,
-                rows=self.rows,
-                accumulation=self.accumulation,
-                anchors_per_document=self.anchors,
-                zero_stage=self.zero_stage,
-                ema_decay=0.99 if self.ema else None,
-                gradient_checkpointing=self.checkpointing,
-                gradient_share_every=100 if self.look else 0,
-                attention=self.attention,
-                prefetch_windows=1,
-            ),
+            train=self._train(folder),
             export=ExportConfig(output_dir=str(folder / "export")),
             eval=EvalConfig(output_dir=str(folder / "eval"), max_new_tokens=8),
             plan=PlanConfig(hardware=HardwareConfig(name="this CPU", devices=ranks, kind="cpu", memory_gb=64)),
         )
         config.check()
         return config
+
+    def _drafter(self) -> Any:
+        from dflash2_train.config import DrafterConfig
+
+        return DrafterConfig(
+            num_layers=self.layers,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.intermediate,
+            block_size=self.block_size,
+            target_layer_ids=list(range(self.taps)),
+            mask_token_id=self.vocab - 1,
+            layer_types=[] if self.window is None else ["sliding_attention"] * self.layers,
+            sliding_window=self.window,
+            selector_rank=self.selector_rank,
+            max_position_embeddings=1 << 16,
+        )
+
+    def _train(self, folder: Path) -> Any:
+        from dflash2_train.config import TrainConfig
+
+        return TrainConfig(
+            output_dir=str(folder / "train"),
+            steps=100,
+            dtype=self.dtype,
+            row_tokens=self.document * self.documents,
+            rows=self.rows,
+            accumulation=self.accumulation,
+            anchors_per_document=self.anchors,
+            zero_stage=self.zero_stage,
+            ema_decay=0.99 if self.ema else None,
+            gradient_checkpointing=self.checkpointing,
+            gradient_share_every=100 if self.look else 0,
+            attention=self.attention,
+            prefetch_windows=1,
+        )
 
 
 def resident() -> int:

@@ -1,4 +1,4 @@
-"""Every large experiment, scaled down by one override group, from its plan to a folder that the doctor finds clean."""
+"""Every experiment, scaled down by one override group, from its plan to a folder that the doctor finds clean."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ CASES = [
     pytest.param("glm53_flash", [], marks=pytest.mark.slow, id="glm53_flash"),
     pytest.param("glm53_flash_swa", [WINDOW], marks=pytest.mark.slow, id="glm53_flash_swa"),
     pytest.param("glm53", [WINDOW], marks=pytest.mark.slow, id="glm53"),
+    pytest.param("smollm2_cpu", [], marks=pytest.mark.slow, id="smollm2_cpu"),
 ]
 
 
 def run(experiment: str, folder: Path, *overrides: str) -> str:
     words = [sys.executable, "-m", "tests.integration.run_tiny_experiment", experiment, str(folder), *overrides]
-    done = subprocess.run(words, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=500)
+    done = subprocess.run(words, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=900)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-6000:]
     return output

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from dflash2_train.budgets import CPU_CHUNK_BYTES, DEVICE_CHUNK_BYTES
 from dflash2_train.planning.parameters import parameter_sizes
 from dflash2_train.planning.setting import Setting
 from dflash2_train.planning.timeline import LAYERS, STEP, Item
@@ -111,8 +112,8 @@ def layer_transient(setting: Setting) -> int:
 
     MLP: gradients by silu and up, [n, I] each, where the product that was kept is gone by then; the gradient of the
     residual and of the MLP's input, [n, H] each. Convolution on a GPU, at once and in fp32: state, gradient, kernels,
-    sum and product, (4 + Kc) [n, H]. dense: gradient of the softmax and of the scores, while the MLP's tensors are
-    gone. Any of them makes the gradient of one weight before it is added to the sum.
+    sum and product, (4 + Kc) [n, H]. dense: gradient of the softmax and of the scores, and chunked: two buffers
+    of a chunk and two of the own blocks' scores, while the MLP's tensors are gone. Any of them makes the gradient of one weight before it is added to the sum.
     """
     shape, batch, e = setting.shape, setting.batch, setting.itemsize
     hidden, inner = shape.hidden_size, shape.intermediate_size
@@ -120,9 +121,12 @@ def layer_transient(setting: Setting) -> int:
     takes = [2 * e * batch.slots * inner]
     if setting.device == "cuda":
         takes.append(FULL * (4 + shape.conv_kernel_size) * batch.slots * hidden)
+    freed = e * batch.slots * (4 * inner + 3 * hidden)
     if setting.path == "dense":
-        scores = 2 * e * batch.slots * shape.num_heads * (batch.tokens + batch.block_size)
-        takes.append(scores - e * batch.slots * (4 * inner + 3 * hidden))
+        takes.append(2 * e * batch.slots * shape.num_heads * (batch.tokens + batch.block_size) - freed)
+    if setting.path == "chunked":
+        chunk = CPU_CHUNK_BYTES if setting.device == "cpu" else DEVICE_CHUNK_BYTES
+        takes.append(2 * chunk + 2 * e * batch.slots * shape.num_heads * batch.block_size - freed)
     weight = max(size for name, size in parameter_sizes(shape).items() if name.startswith("layers.0."))
     return residual + max(takes) + e * weight
 

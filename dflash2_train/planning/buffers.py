@@ -1,4 +1,4 @@
-"""Batches, frozen tables, and what interpreter, libraries and allocators take."""
+"""Batches on their way, the target's frozen tables, and the target itself where the host loads it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dflash2_train.planning.setting import Setting
 from dflash2_train.planning.timeline import STEP, Item
 
 INDEX, FULL, STORED = 8, 4, 2  # bytes of int64, fp32, and of a tap state in bf16
-GIB = 2**30
 
 
 def micro_batch_bytes(setting: Setting) -> int:

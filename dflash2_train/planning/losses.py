@@ -8,7 +8,6 @@ from dflash2_train.planning.setting import Setting
 from dflash2_train.planning.timeline import ALWAYS, LOOK, LOSS, Item
 
 FULL, INDEX, DOUBLE = 4, 8, 8  # bytes of fp32, int64 and fp64
-PIECE_BYTES = 1 << 21  # of gathered rows, see model/gathered.py
 GROUP = "loss"
 
 

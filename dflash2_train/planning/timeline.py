@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Moments, in the order of a step. Two of them do not come in every step.
-LOOK = "gradient shares"  # the parts' gradients are measured, every train.gradient_share_every steps
+# Moments, in the order of a step; the last one does not come in every step.
+LOOK = "losses"  # the sweep over the logits; with the parts' gradients, every train.gradient_share_every steps
 LOSS = "backward of the loss"
 LAYERS = "backward of a layer"
 UPDATE = "optimizer step"

@@ -112,8 +112,9 @@ def layer_transient(setting: Setting) -> int:
 
     MLP: gradients by silu and up, [n, I] each, where the product that was kept is gone by then; the gradient of the
     residual and of the MLP's input, [n, H] each. Convolution on a GPU, at once and in fp32: state, gradient, kernels,
-    sum and product, (4 + Kc) [n, H]. dense: gradient of the softmax and of the scores, and chunked: two buffers
-    of a chunk and two of the own blocks' scores, while the MLP's tensors are gone. Any of them makes the gradient of one weight before it is added to the sum.
+    sum and product, (4 + Kc) [n, H]. Attention, while the MLP's tensors are gone: dense, the gradients of the softmax
+    and of the scores; chunked, two buffers of a chunk and two of the own blocks' scores. Any of them makes the gradient
+    of one weight before it is added to the sum.
     """
     shape, batch, e = setting.shape, setting.batch, setting.itemsize
     hidden, inner = shape.hidden_size, shape.intermediate_size

@@ -4,7 +4,7 @@ On a CPU measured by ``python -m tests.bench.bench_planner``, on a GPU assumed (
 
 The heap of a CPU process: blocks below 32 MiB come from it, and what is freed there stays with the process, since
 something above it is still in use. So the activations of a step go on counting while the optimizer runs and while a
-checkpoint is written, unless their tensors are larger than that; the small gradients lie where they were.
+checkpoint is written, unless their tensors are larger than that; small gradients and gathered state lie there too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dflash2_train.planning.setting import Setting
 from dflash2_train.planning.timeline import ALWAYS, MOMENTS, SAVE, STEP, UPDATE, Item, Timeline
 
 MIB = 2**20
+FULL = 4  # bytes of fp32
 CPU_IMPORTS = 270 * 10**6  # resident after all imports of a training
 CPU_ENGINE = 290 * 10**6  # DeepSpeed's and oneDNN's own: process group, kernels made for the shapes, scratch
 HEAP_HOLES = 0.33  # of the most that activations take there at once: free pieces between those in use
@@ -50,9 +51,8 @@ def heap_items(setting: Setting, tensors: Timeline) -> list[Item]:
         return []
     most = max(_passing(tensors, moment, groups=("activations", "loss")) for moment in STEP)
     holes = int(HEAP_HOLES * most) + recomputed(setting)
-    sizes = [setting.itemsize * size for size in parameter_sizes(setting.shape).values()]
-    gradients = sum(size for size in sizes if size < HEAP_BLOCK)
-    left = {UPDATE: max(0, most + holes - gradients), SAVE: most + holes}
+    taken = {UPDATE: _small_blocks(setting, setting.itemsize), SAVE: _small_blocks(setting, FULL)}
+    left = {moment: max(0, most + holes - again) for moment, again in taken.items()}
     return [
         Item(group=GROUP, name="holes of the heap", size=holes, moments=STEP, basis="measured"),
         *(
@@ -60,6 +60,12 @@ def heap_items(setting: Setting, tensors: Timeline) -> list[Item]:
             for moment, size in left.items()
         ),
     ]
+
+
+def _small_blocks(setting: Setting, itemsize: int) -> int:
+    """Bytes of the parameters whose tensors, gradients or gathered state come from the heap, and find room there."""
+    sizes = [itemsize * size for size in parameter_sizes(setting.shape).values()]
+    return sum(size for size in sizes if size < HEAP_BLOCK)
 
 
 def _passing(tensors: Timeline, moment: str, *, groups: tuple[str, ...] | None = None) -> int:

@@ -59,14 +59,13 @@ class Case:
 
     def config(self, folder: Path, ranks: int) -> Any:
         """The case as an experiment of ``ranks`` CPU processes."""
-        from dflash2_train.config import DataConfig, EvalConfig, ExportConfig, HardwareConfig, LossConfig, PlanConfig
-        from dflash2_train.config import PromptSourceConfig, RunConfig, SamplingConfig, TargetConfig
+        from dflash2_train import config as typed
 
-        source = PromptSourceConfig(kind="starter", split="train", license="apache-2.0")
-        config = RunConfig(
+        source = typed.PromptSourceConfig(kind="starter", split="train", license="apache-2.0")
+        config = typed.RunConfig(
             name=self.name,
             run_dir=str(folder),
-            target=TargetConfig(
+            target=typed.TargetConfig(
                 name=str(folder / "nowhere"),
                 license="apache-2.0",
                 hidden_size=self.hidden,
@@ -74,18 +73,18 @@ class Case:
                 vocab_size=self.vocab,
             ),
             drafter=self._drafter(),
-            data=DataConfig(
+            data=typed.DataConfig(
                 root=str(folder / "data"),
                 train_prompts=[source],
                 holdout_prompts=[source],
-                sampling=SamplingConfig(max_tokens=8),
+                sampling=typed.SamplingConfig(max_tokens=8),
                 max_prompt_tokens=64,
             ),
-            loss=LossConfig(chunk_mib=self.chunk_mib, logit_share=self.logit_share),
+            loss=typed.LossConfig(chunk_mib=self.chunk_mib, logit_share=self.logit_share),
             train=self._train(folder),
-            export=ExportConfig(output_dir=str(folder / "export")),
-            eval=EvalConfig(output_dir=str(folder / "eval"), max_new_tokens=8),
-            plan=PlanConfig(hardware=HardwareConfig(name="this CPU", devices=ranks, kind="cpu", memory_gb=64)),
+            export=typed.ExportConfig(output_dir=str(folder / "export")),
+            eval=typed.EvalConfig(output_dir=str(folder / "eval"), max_new_tokens=8),
+            plan=typed.PlanConfig(hardware=typed.HardwareConfig(name="this CPU", devices=ranks, kind="cpu", memory_gb=64)),
         )
         config.check()
         return config

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash2_train.app import run_app
 from dflash2_train.config import RunConfig, UserError, absolute, to_plain
+from dflash2_train.launching import Command, run_launched, without_ranks
 from dflash2_train.run_control import StopRequest, only_run_in
 
 if TYPE_CHECKING:
@@ -584,13 +584,22 @@ def export_result(config: RunConfig) -> int:
         return 0
     from dflash2_train.evaluate.cli import evaluate
 
-    return evaluate(config)
+    with without_ranks():  # the others have left
+        return evaluate(config)
 
 
 def main() -> None:
     """Entry of the console script ``dflash2-train``; ``plan=true``, no option of that group, is a short form."""
     sys.argv[1:] = ["train.plan=true" if word == "plan=true" else word for word in sys.argv[1:]]
-    run_app("dflash2-train", train)
+    run_launched(
+        Command(
+            name="dflash2-train",
+            module="dflash2_train.train",
+            main=train,
+            single=lambda config: config.train.plan,
+            folder=lambda config: absolute(config.train.output_dir),
+        )
+    )
 
 
 if __name__ == "__main__":

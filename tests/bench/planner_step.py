@@ -84,7 +84,7 @@ class Case:
             train=self._train(folder),
             export=typed.ExportConfig(output_dir=str(folder / "export")),
             eval=typed.EvalConfig(output_dir=str(folder / "eval"), max_new_tokens=8),
-            plan=typed.PlanConfig(hardware=typed.HardwareConfig(name="this CPU", devices=ranks, kind="cpu", memory_gb=64)),
+            plan=typed.PlanConfig(hardware=typed.HardwareConfig(devices=ranks, kind="cpu", memory_gb=64)),
         )
         config.check()
         return config

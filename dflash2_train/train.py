@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import secrets
+import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 def train(config: RunConfig) -> int:
-    """Run or continue the training of ``config`` and export its result."""
+    """Run or continue the training of ``config`` and export its result; or only plan it."""
+    if config.train.plan:
+        from dflash2_train.planning.command import plan_training
+
+        return plan_training(config)
     from dflash2_train.admission import check_captures
     from dflash2_train.checkpoint import check_resumable, newest_checkpoint
     from dflash2_train.export.run import check_exportable
@@ -123,12 +128,14 @@ def export_result(config: RunConfig) -> int:
 
 
 def main() -> None:
-    """Entry of the console script ``dflash2-train``."""
+    """Entry of the console script ``dflash2-train``; ``plan=true``, no option of that group, is a short form."""
+    sys.argv[1:] = ["train.plan=true" if word == "plan=true" else word for word in sys.argv[1:]]
     run_launched(
         Command(
             name="dflash2-train",
             module="dflash2_train.train",
             main=train,
+            single=lambda config: config.train.plan,
             folder=lambda config: absolute(config.train.output_dir),
         )
     )

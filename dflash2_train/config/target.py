@@ -18,6 +18,7 @@ class TargetConfig:
     dtype: str = "bfloat16"  # weights during regenerate and capture
     trust_remote_code: bool = False  # running code from a model repository is opt-in
     license: str = MISSING  # stated in the card of every export
+    architecture: str | None = None  # model_type of config.json; +scale=tiny builds a small random one of it
     # Declared shapes, checked against the model's own config.json when it is opened.
     hidden_size: int = MISSING
     num_layers: int = MISSING

@@ -21,6 +21,7 @@ class TrainConfig:
     """Optimisation, batching, checkpoints."""
 
     output_dir: str = MISSING
+    plan: bool = False  # only show what a step would take and whether it fits, from shapes alone
     steps: int = MISSING  # optimizer steps of the whole run
     seed: int = 0
     dtype: str = "bfloat16"  # bfloat16 with fp32 masters, or float32

@@ -24,11 +24,12 @@ class SlurmConfig:
     qos: str | None = None
     signal_s: int = 120  # SIGTERM so long before the limit: time to finish the step and save
     requeue: bool = True  # a run that was stopped in good order is queued again
+    lost_requeues: int = 3  # so often as well when ranks lost one another or stood still
     options: list[str] = field(default_factory=list)  # further #SBATCH options, as --mem=0
     setup: list[str] = field(default_factory=list)  # shell lines before the start, as `module load cuda`
 
     def check(self) -> None:
-        for key, least in (("nodes", 1), ("gpus_per_node", 0), ("signal_s", 1)):
+        for key, least in (("nodes", 1), ("gpus_per_node", 0), ("signal_s", 1), ("lost_requeues", 0)):
             value = getattr(self, key)
             require(
                 value >= least, f"launch.slurm.{key}", value, f"must be at least {least}", "Count what the cluster has."

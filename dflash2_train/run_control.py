@@ -13,8 +13,12 @@ from dflash2_train.config import UserError
 
 
 @contextmanager
-def only_run_in(folder: Path) -> Iterator[None]:
+def only_run_in(folder: Path, *, key: str = "train.output_dir") -> Iterator[None]:
     """Hold the lock of a run folder: two trainers in one folder would overwrite each other.
+
+    Args:
+        folder: made if it is not there.
+        key: setting that names it.
 
     Raises:
         UserError: another process holds it.
@@ -26,7 +30,7 @@ def only_run_in(folder: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise UserError(
                 f"{folder} is in use by another dflash2-train. "
-                "Wait for it, stop it, or choose another train.output_dir."
+                f"Wait for it, stop it, or choose another {key}."
             ) from error
         yield
 

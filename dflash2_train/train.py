@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import random
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash2_train.app import run_app
+from dflash2_train.app import guarded, run_app, wants_sweep
 from dflash2_train.config import RunConfig, UserError, absolute, to_plain
 from dflash2_train.run_control import StopRequest, only_run_in
 
@@ -581,8 +582,18 @@ def export_result(config: RunConfig) -> int:
     return evaluate(config)
 
 
+def sweep(words: list[str]) -> int:
+    """Train every combination of values that ``words`` name, each in a process of its own."""
+    from dflash2_train.sweep.run import run_sweep
+
+    return run_sweep(words, stopped_code=EXIT_STOPPED)
+
+
 def main() -> None:
-    """Entry of the console script ``dflash2-train``."""
+    """Entry of the console script ``dflash2-train``; with ``--multirun``, of a sweep."""
+    words = sys.argv[1:]
+    if wants_sweep(words):
+        sys.exit(guarded(lambda: sweep(words)))
     run_app("dflash2-train", train)
 
 

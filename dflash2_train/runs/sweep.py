@@ -105,7 +105,8 @@ def read_sweep(folder: Path, *, by: str | None = None) -> SweepResult:
         UserError: no sweep is there, or no job has the figure.
     """
     folder = folder.resolve()
-    folder = folder if (folder / SWEEP_FILE).exists() or not (folder / "sweep" / SWEEP_FILE).exists() else folder / "sweep"
+    if not (folder / SWEEP_FILE).exists() and (folder / "sweep" / SWEEP_FILE).exists():
+        folder = folder / "sweep"
     if not (folder / SWEEP_FILE).exists():
         raise UserError(
             f"{folder}: no sweep, {SWEEP_FILE} is missing. Name the folder of one; for other runs there is "
@@ -115,7 +116,8 @@ def read_sweep(folder: Path, *, by: str | None = None) -> SweepResult:
     rows = [_row_of(folder, job) for job in record["jobs"]]
     names = {name for row in rows for name in row.figures}
     if by is not None and by not in names:
-        raise UserError(f"--by {by}: no job of {folder} has this figure. There are: {', '.join(sorted(names)) or 'none'}.")
+        there = ", ".join(sorted(names)) or "none"
+        raise UserError(f"--by {by}: no job of {folder} has this figure. There are: {there}.")
     chosen = by or next((name for name in RANKINGS if name in names), RANKINGS[-1])
     rows.sort(key=lambda row: _rank(row, chosen))
     return SweepResult(folder=folder, command=" ".join(record["command"]), by=chosen, rows=tuple(rows))

@@ -1,7 +1,7 @@
 """From ``--multirun`` and its words to the jobs of a sweep, each composed, typed and checked before the first starts.
 
-The words are Hydra's: ``loss.gamma=3,6.5``, ``drafter.num_layers=range(1,4)``, ``loss.kl_kind=choice(…)`` or the same in
-``hydra.sweeper.params`` of a YAML file; the jobs are all combinations. Hydra's own sweeper would run them one after
+The words are Hydra's: ``loss.gamma=3,6.5``, ``drafter.num_layers=range(1,4)``, ``loss.kl_kind=choice(…)``, or the same
+in ``hydra.sweeper.params`` of a YAML file; the jobs are all combinations. Hydra's own sweeper would run them one after
 another in this process, where the first fault or Ctrl-C ends all of them and memory of one job stays for the next.
 """
 
@@ -98,7 +98,8 @@ def _open(words: Sequence[str], searched: list[str], extra: list[str]) -> Sweep:
     base = compose("config", [*searched, *fixed.values()], return_hydra_config=True)
     if OmegaConf.is_missing(base, "name"):
         raise ConfigError("a sweep goes over values of one experiment. Name one, as in +experiment=smollm2_cpu")
-    in_yaml = _split(_parse([f"{key}={value}" for key, value in base.hydra.sweeper.get("params", None) or {}]))[1]
+    listed = OmegaConf.to_container(base.hydra.sweeper).get("params") or {}  # type: ignore[union-attr]
+    in_yaml = _split(_parse([f"{key}={value}" for key, value in listed.items()]))[1]
     swept = {key: one for key, one in in_yaml.items() if key not in fixed and key not in swept} | swept
     _check_swept(swept)
     folder = absolute(base.hydra.sweep.dir)
@@ -195,7 +196,7 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def job_name(changes: dict[str, str]) -> str:
-    """Name of a job's folder, such as ``loss.gamma-3.0+drafter.num_layers-2``: no character that a shell or Hydra reads.
+    """Name of a job's folder, as in ``loss.gamma-3.0+drafter.num_layers-2``: nothing that a shell or Hydra reads.
 
     Where characters had to be replaced, or the name was cut, a hash tells apart what would otherwise be equal.
     """

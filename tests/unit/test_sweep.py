@@ -1,4 +1,4 @@
-"""A sweep refuses before it starts, gives every job a folder and the one cache, loses nothing, and ranks what came out."""
+"""A sweep refuses before it starts, gives each job a folder and all one cache, loses nothing, and ranks the results."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_a_jobs_words_give_its_configuration_again(words: list[str]) -> None:
     job = open_sweep([*words, "loss.kl_kind=choice(truncated,tail_bucket)"]).jobs[0]
     command = [sys.executable, "-W", "ignore", "-m", "dflash2_train.train", *job.words, "--cfg", "job", "--resolve"]
     source = str(Path(__file__).resolve().parents[2])
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": source}, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": source}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     for line in ("root: cache", f"run_dir: {job.folder}", "kl_kind: truncated", "gamma: 3"):
         assert line in done.stdout
@@ -186,7 +187,8 @@ def test_the_table_ranks_by_what_was_reached_and_is_written_with_a_picture(
     result = read_sweep(folder)
     assert result.by == "selector_path"
     assert result.columns[:4] == ["loss.gamma", "drafter.num_layers", "state", "selector_path"]
-    assert [result.cells(row)[:4] for row in result.rows[:2]] == [["6.5", "1", "done", "0.65"], ["3", "1", "done", "0.3"]]
+    best, second = (result.cells(row)[:4] for row in result.rows[:2])
+    assert (best, second) == (["6.5", "1", "done", "0.65"], ["3", "1", "done", "0.3"])
     assert {row.state for row in result.rows[2:]} == {"failed"}
     assert result.label(result.rows[0]) == "gamma=6.5 num_layers=1"
     text = (folder / "sweep.md").read_text()
@@ -206,7 +208,9 @@ def test_names_of_jobs_are_plain_and_tell_apart_what_is_unlike() -> None:
     assert len(job_name({"drafter.target_layer_ids": str(list(range(200)))})) < 140
 
 
-def test_other_commands_refuse_multirun_by_name(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_commands_refuse_multirun_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from dflash2_train.app import run_app
 
     monkeypatch.setattr(sys, "argv", ["dflash2-eval", "+experiment=smollm2_cpu", "--multirun", "eval.num_drafted=3,7"])

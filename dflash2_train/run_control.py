@@ -13,12 +13,8 @@ from dflash2_train.config import UserError
 
 
 @contextmanager
-def only_run_in(folder: Path, *, key: str = "train.output_dir") -> Iterator[None]:
+def only_run_in(folder: Path) -> Iterator[None]:
     """Hold the lock of a run folder: two trainers in one folder would overwrite each other.
-
-    Args:
-        folder: made if it is not there.
-        key: setting that names it.
 
     Raises:
         UserError: another process holds it.
@@ -30,7 +26,7 @@ def only_run_in(folder: Path, *, key: str = "train.output_dir") -> Iterator[None
         except BlockingIOError as error:
             raise UserError(
                 f"{folder} is in use by another dflash2-train. "
-                f"Wait for it, stop it, or choose another {key}."
+                "Wait for it, stop it, or choose another train.output_dir."
             ) from error
         yield
 

@@ -54,7 +54,7 @@ def run_sweep(
         )
     sweep = open_sweep(words)
     check_data(sweep)
-    with only_run_in(sweep.folder, key="hydra.sweep.dir"), Signals() as signals:
+    with only_run_in(sweep.folder), Signals() as signals:
         note_sweep(sweep, words)
         states = run_jobs(sweep, command, signals, stopped_codes=(stopped_code, EXIT_INTERRUPTED, *KILLED_CODES))
         report_sweep(sweep.folder)

@@ -175,7 +175,7 @@ def test_sigterm_reaches_the_running_job_and_no_further_one_starts(words: list[s
 def test_two_sweeps_in_one_folder_are_refused(words: list[str]) -> None:
     from dflash2_train.run_control import only_run_in
 
-    with only_run_in(Path("runs/smollm2_cpu/sweep")), pytest.raises(UserError, match=r"another hydra\.sweep\.dir"):
+    with only_run_in(Path("runs/smollm2_cpu/sweep")), pytest.raises(UserError, match="in use by another dflash2-train"):
         run_sweep(words, stopped_code=EXIT_STOPPED, command=FakeTrainer())
 
 

@@ -71,11 +71,9 @@ def _commands_in(place: str, line: str) -> Iterator[Command]:
 
 
 def _filled(word: str) -> str:
-    """A word with the placeholders of the guides replaced."""
-    word = re.sub(r"(?<=experiment=)(X|NAME)$", "smollm2_cpu", word)
-    return word.replace("$SLURM_ARRAY_TASK_ID", "0").strip("[]") if not word.startswith("data.") else word.replace(
-        "$SLURM_ARRAY_TASK_ID", "0"
-    )
+    """A word with the placeholders of the guides replaced, and without the brackets of what may be left out."""
+    word = re.sub(r"(?<=experiment=)(X|NAME)$", "smollm2_cpu", word).replace("$SLURM_ARRAY_TASK_ID", "0")
+    return word.lstrip("[") if word.startswith("[--") else word.removesuffix("]") if "[" not in word else word
 
 
 def anchors(path: Path) -> set[str]:

@@ -196,11 +196,11 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def job_name(changes: dict[str, str]) -> str:
-    """Name of a job's folder, as in ``loss.gamma-3.0+drafter.num_layers-2``: nothing that a shell or Hydra reads.
+    """Name of a job's folder, as in ``drafter.num_layers-2+loss.gamma-3.0``: nothing that a shell or Hydra reads.
 
-    Where characters had to be replaced, or the name was cut, a hash tells apart what would otherwise be equal.
+    The order of the keys on the command line does not count. Where characters had to be replaced, or the name was cut, a hash tells apart what would otherwise be equal.
     """
-    plain = "+".join(f"{key}-{value}" for key, value in changes.items())
+    plain = "+".join(f"{key}-{value}" for key, value in sorted(changes.items()))
     safe = re.sub(r"[^A-Za-z0-9._+-]+", "_", plain)[:LONGEST_NAME]
     return safe if safe == plain else f"{safe}-{hashlib.sha256(plain.encode()).hexdigest()[:8]}"
 

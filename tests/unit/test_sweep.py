@@ -113,7 +113,7 @@ def test_the_package_lists_of_a_folder_of_ones_own_are_swept_too(words: list[str
         (["train.output_dir=a,b"], "cannot go over train.output_dir"),
         (["train.output_dir=shared"], "lies outside the job's folder"),
         (["train.lr=interval(0,1)"], "an interval has no end of values"),
-        (["train.lr=1e-3,7"], "job loss.gamma-3+drafter.num_layers-1+train.lr-7: train.lr=7.0: must lie in (0, 1)"),
+        (["train.lr=1e-3,7"], "job drafter.num_layers-1+loss.gamma-3+train.lr-7: train.lr=7.0: must lie in (0, 1)"),
         (["train.lrr=1,2"], "lrr"),
         (["loss.gamma=3,3"], "stands there twice"),
         (["data.mode=stream"], "used once"),
@@ -142,11 +142,11 @@ def test_a_sweep_without_an_experiment_captures_or_as_a_rank_is_refused(
 def test_a_failing_job_costs_no_other_one_and_only_it_is_tried_again(words: list[str]) -> None:
     folder = Path("runs/smollm2_cpu/sweep")
     assert run_sweep(words, stopped_code=EXIT_STOPPED, command=FakeTrainer(gamma_3="fail")) == 1
-    failed = JobRecord.read(folder / "loss.gamma-3+drafter.num_layers-1")
+    failed = JobRecord.read(folder / "drafter.num_layers-1+loss.gamma-3")
     assert failed is not None
     assert (failed.state, failed.exit_code) == ("failed", 2)
     assert failed.cause == "train.lr=9: must lie in (0, 1). Use 6e-4."
-    assert starts(folder) == {f"loss.gamma-6.5+drafter.num_layers-{layers}": 1 for layers in (1, 2)}
+    assert starts(folder) == {f"drafter.num_layers-{layers}+loss.gamma-6.5": 1 for layers in (1, 2)}
     assert run_sweep(words, stopped_code=EXIT_STOPPED, command=FakeTrainer()) == 0
     assert set(starts(folder).values()) == {1}, "what was done is left alone"
     assert len(starts(folder)) == 4
@@ -159,7 +159,7 @@ def test_further_values_find_what_is_done_and_another_setting_does_not_pass_for_
     assert set(starts(folder).values()) == {1} and len(starts(folder)) == 6
     assert len(read_sweep(folder).rows) == 6, "jobs of the earlier start stay in the table"
     run_sweep([*words, "train.lr=1e-3"], stopped_code=EXIT_STOPPED, command=FakeTrainer())
-    assert starts(folder)["loss.gamma-3+drafter.num_layers-1"] == 2
+    assert starts(folder)["drafter.num_layers-1+loss.gamma-3"] == 2
 
 
 def test_sigterm_reaches_the_running_job_and_no_further_one_starts(words: list[str]) -> None:

@@ -29,7 +29,8 @@ def _own_meanings(schema: type) -> dict[str, str]:
     found = {}
     for statement in tree.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            above, line = [], statement.lineno - 1
+            above: list[str] = []
+            line = statement.lineno - 1
             while line in alone:
                 above.insert(0, comments[line])
                 line -= 1

@@ -128,7 +128,9 @@ def _rules_of(module: ModuleType) -> list[Rule]:
         functions = node.body if isinstance(node, ast.ClassDef) else [node]
         for function in functions:
             if isinstance(function, ast.FunctionDef):
-                known = {name: one for name, one in vars(module).items() if isinstance(one, str | int | float | tuple)}
+                known: dict[str, object] = {
+                    name: one for name, one in vars(module).items() if isinstance(one, str | int | float | tuple)
+                }
                 known |= {one.arg: _Unknown(one.arg) for one in function.args.args}
                 reader = _Reader(known, node.name if isinstance(node, ast.ClassDef) else "")
                 reader.read(function.body)

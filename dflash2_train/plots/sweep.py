@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dflash2_train.plots.figure import COLORS, LABEL_SIZE, Row, finish, write_panels
 from dflash2_train.plots.overlay import overlay_panels
+from dflash2_train.plots.training import Panel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +29,7 @@ def write_sweep_plot(
         by: name of the figure.
     """
     drawn = f", curves of the best {len(curves)}" if len(curves) < len(ranked) else ""
-    panels = [partial(_bars, ranked, list(curves), by), *overlay_panels(curves)]
+    panels: list[Panel] = [partial(_bars, ranked, list(curves), by), *overlay_panels(curves)]
     write_panels(panels, path, f"{len(ranked)} jobs by {by}{drawn}")
 
 

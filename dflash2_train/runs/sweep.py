@@ -167,4 +167,3 @@ def _rank(row: SweepRow, by: str) -> float:
     if value is None:
         return math.inf
     return value if by in SMALLER_IS_BETTER else -value
-

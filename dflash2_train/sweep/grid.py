@@ -198,7 +198,8 @@ def _check_names(names: Sequence[str]) -> None:
 def job_name(changes: dict[str, str]) -> str:
     """Name of a job's folder, as in ``drafter.num_layers-2+loss.gamma-3.0``: nothing that a shell or Hydra reads.
 
-    The order of the keys on the command line does not count. Where characters had to be replaced, or the name was cut, a hash tells apart what would otherwise be equal.
+    The order of the keys on the command line does not count. Where characters had to be replaced, or the name was cut,
+    a hash tells apart what would otherwise be equal.
     """
     plain = "+".join(f"{key}-{value}" for key, value in sorted(changes.items()))
     safe = re.sub(r"[^A-Za-z0-9._+-]+", "_", plain)[:LONGEST_NAME]

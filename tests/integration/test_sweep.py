@@ -1,4 +1,4 @@
-"""A sweep with the real trainer: what can be trained is trained and exported, what the cache does not fit is refused."""
+"""A sweep with the real trainer: each job is trained and exported, and one that the cache does not fit is refused."""
 
 from __future__ import annotations
 

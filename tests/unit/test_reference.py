@@ -15,7 +15,6 @@ from dflash2_train.config.reference_rules import Rule, read_rules
 from tests.cases import tiny_run_config
 
 
-
 @dataclass(kw_only=True)
 class Sample:
     """Fields as the schema has them."""
@@ -70,7 +69,11 @@ def key_of(part: Section, name: str) -> Key:
 
 
 def test_a_meaning_is_the_comment_above_and_behind_and_not_one_that_stands_apart() -> None:
-    assert meanings(Sample) == {"plain": "a count; None = off", "both": "Said above in two lines, and behind.", "bare": ""}
+    assert meanings(Sample) == {
+        "plain": "a count; None = off",
+        "both": "Said above in two lines, and behind.",
+        "bare": "",
+    }
 
 
 def test_a_key_without_a_meaning_is_refused_by_name() -> None:
@@ -100,7 +103,7 @@ def test_rules_of_lists_and_of_other_parts_reach_their_keys() -> None:
         "eval.tasks": "must differ",
         "train.validate_every": "has nothing to validate on",
         "drafter.num_heads": "must be a multiple of drafter.num_kv_heads",
-        "train.init_layers": "names a target layer (0..target.num_layers - 1) for each of drafter.num_layers drafter layers",
+        "train.init_tap_weights": "needs one weight for each of len(drafter.target_layer_ids) taps",
     }
     for path, rule in expected.items():
         part, name = listed[path]

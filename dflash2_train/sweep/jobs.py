@@ -20,6 +20,7 @@ from dflash2_train.sweep.grid import SweepJob
 JOB_FILE = "job.json"
 CONSOLE_FILE = "console.log"  # what the job printed, every attempt behind the one before
 RUNNING, DONE, STOPPED, FAILED = "running", "done", "stopped", "failed"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # schedulers warn with the last
 TAIL_BYTES = 1 << 14  # of the console that are searched for the cause
 LONGEST_CAUSE = 400
 
@@ -47,7 +48,7 @@ class JobRecord:
 
 
 class Signals:
-    """Passes SIGTERM and Ctrl-C on to the job that runs, and remembers that no further one shall start.
+    """Passes what asks a run to stop on to the job that runs, and remembers that no further one shall start.
 
     Jobs run in sessions of their own, so that a terminal's Ctrl-C reaches each of them once, through here.
     """
@@ -58,17 +59,23 @@ class Signals:
         self._before: list[tuple[int, Any]] = []
 
     def __enter__(self) -> Self:
-        self._before = [(number, signal.signal(number, self._note)) for number in (signal.SIGTERM, signal.SIGINT)]
+        self._before = [(number, signal.signal(number, self._note)) for number in STOP_SIGNALS]
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before:
             signal.signal(number, handler)
 
+    def watch(self, process: subprocess.Popen[bytes] | None) -> None:
+        """The job that runs from now on, or None; a request that came while it was started reaches it here."""
+        self.process = process
+        if process is not None and self.stopping:
+            process.send_signal(signal.SIGTERM)
+
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.stopping = True
         if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(number)
+            self.process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
 
 def config_hash(job: SweepJob) -> str:
@@ -99,11 +106,12 @@ def run_job(job: SweepJob, command: Sequence[str], signals: Signals, *, stopped_
     started = time.monotonic()
     with open(job.folder / CONSOLE_FILE, "ab") as console:
         offset = console.tell()
-        signals.process = subprocess.Popen(  # noqa: S603 - this very program, no shell
+        process = subprocess.Popen(  # noqa: S603 - this very program, no shell
             list(command), stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, start_new_session=True
         )
-        code = signals.process.wait()
-        signals.process = None
+        signals.watch(process)
+        code = process.wait()
+        signals.watch(None)
     state = DONE if code == 0 else STOPPED if code in stopped_codes else FAILED
     record = JobRecord(
         state=state,

@@ -15,7 +15,7 @@ from dflash2_train.config import ConfigError, UserError
 from dflash2_train.runs.cli import run_command
 from dflash2_train.runs.sweep import read_sweep
 from dflash2_train.sweep.grid import Sweep, SweepJob, job_name, open_sweep
-from dflash2_train.sweep.jobs import JobRecord
+from dflash2_train.sweep.jobs import JobRecord, Signals
 from dflash2_train.sweep.run import run_sweep
 
 EXIT_STOPPED = 143
@@ -170,6 +170,14 @@ def test_sigterm_reaches_the_running_job_and_no_further_one_starts(words: list[s
     assert signal.getsignal(signal.SIGTERM) == before
     assert [row.state for row in read_sweep(folder).rows] == ["stopped", "waiting", "waiting", "waiting"]
     assert run_sweep(words, stopped_code=EXIT_STOPPED, command=FakeTrainer()) == 0
+
+
+def test_a_request_that_comes_while_a_job_is_being_started_reaches_it() -> None:
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        signals.watch(process)
+        assert process.wait(20) == -signal.SIGTERM
 
 
 def test_two_sweeps_in_one_folder_are_refused(words: list[str]) -> None:

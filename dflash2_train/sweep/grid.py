@@ -72,8 +72,11 @@ def open_sweep(words: Sequence[str]) -> Sweep:
     parser.add_argument("--config-dir", "-cd", type=Path)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args(list(words))
-    extra = [] if options.config_dir is None else ["--config-dir", str(options.config_dir.expanduser().resolve())]
-    with _hydra(options.config_dir) as searched:
+    config_dir = None if options.config_dir is None else options.config_dir.expanduser().resolve()
+    if config_dir is not None and not config_dir.is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: no such folder. Name the one that holds your groups.")
+    extra = [] if config_dir is None else ["--config-dir", str(config_dir)]
+    with _hydra(config_dir) as searched:
         try:
             return _open(options.overrides, searched, extra)
         except (HydraException, OmegaConfBaseException) as error:
@@ -90,7 +93,7 @@ def _hydra(config_dir: Path | None) -> Iterator[list[str]]:
     else:
         opened = initialize_config_dir(root, version_base="1.3")
     with opened:
-        yield [] if config_dir is None else [f"hydra.searchpath=[{quoted(f'file://{config_dir.resolve()}')}]"]
+        yield [] if config_dir is None else [f"hydra.searchpath=[{quoted(f'file://{config_dir}')}]"]
 
 
 def _open(words: Sequence[str], searched: list[str], extra: list[str]) -> Sweep:
@@ -98,7 +101,7 @@ def _open(words: Sequence[str], searched: list[str], extra: list[str]) -> Sweep:
     base = compose("config", [*searched, *fixed.values()], return_hydra_config=True)
     if OmegaConf.is_missing(base, "name"):
         raise ConfigError("a sweep goes over values of one experiment. Name one, as in +experiment=smollm2_cpu")
-    listed = OmegaConf.to_container(base.hydra.sweeper).get("params") or {}  # type: ignore[union-attr]
+    listed = base.hydra.sweeper.get("params") or {}
     in_yaml = _split(_parse([f"{key}={value}" for key, value in listed.items()]))[1]
     swept = {key: one for key, one in in_yaml.items() if key not in fixed and key not in swept} | swept
     _check_swept(swept)

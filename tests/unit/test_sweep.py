@@ -118,6 +118,7 @@ def test_the_package_lists_of_a_folder_of_ones_own_are_swept_too(words: list[str
         (["loss.gamma=3,3"], "stands there twice"),
         (["data.mode=stream"], "used once"),
         (["--resolve"], "unrecognized arguments: --resolve"),
+        (["--config-dir", "nowhere"], "nowhere: no such folder"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_the_first_job(words: list[str], more: list[str], said: str) -> None:

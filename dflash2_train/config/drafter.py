@@ -25,7 +25,7 @@ class DrafterConfig:
     target_layer_ids: list[int] = MISSING  # taps: 0-based target layers, ascending and unique
     mask_token_id: int = MISSING  # an existing, never generated row of the target's embedding
     layer_types: list[str] = field(default_factory=list)  # one per layer; empty = all full attention
-    sliding_window: int | None = None  # W of sliding layers, the current token counted
+    sliding_window: int | None = None  # tokens that a sliding layer sees, its own counted
     conv_kernel_size: int = 2  # slots that a convolution sees, its own counted
     conv_group_size: int = 16  # neighbouring features that share a kernel
     selector_rank: int = 256  # R: features of a codebook entry

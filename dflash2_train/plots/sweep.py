@@ -24,12 +24,13 @@ def write_sweep_plot(
 
     Args:
         ranked: label and figure of each job, the best first.
-        curves: label -> log rows, each step once, of the first of them; a bar has the colour of its curve.
+        curves: label -> log rows, each step once, of the first of them; bars have the colours of their curves and
+            stand for a legend.
         path: of the PNG.
         by: name of the figure.
     """
     drawn = f", curves of the best {len(curves)}" if len(curves) < len(ranked) else ""
-    panels: list[Panel] = [partial(_bars, ranked, list(curves), by), *overlay_panels(curves)]
+    panels: list[Panel] = [partial(_bars, ranked, list(curves), by), *overlay_panels(curves, legends=False)]
     write_panels(panels, path, f"{len(ranked)} jobs by {by}{drawn}")
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from dflash2_train.losses.shaping import Shaping
 from dflash2_train.shapes import padded_rows
 
-SCRATCH_BYTES = 2 << 20  # what products take beside their result
+SCRATCH_BYTES = {2: 4 << 20, 4: 2 << 20, 8: 2 << 20}  # by bytes of a parameter: products, and the candidates' part
 TILE_COLUMNS = 1024  # of the vocabulary, see raw_logits
 CHUNK_MULTIPLE = 16  # rows; divides what the rows are padded to, so that the last chunk is a multiple as well
 LOGIT_BYTES = 4
@@ -118,7 +118,7 @@ def sweep_budget(hidden: Tensor, head_weight: Tensor, chunk_bytes: int, logit_sh
     """
     itemsize = hidden.element_size()
     share = int(logit_share * LOGIT_BYTES * len(hidden) * len(head_weight))
-    return min(chunk_bytes, max(FREE_BYTES, share - 2 * hidden.numel() * itemsize - SCRATCH_BYTES))
+    return min(chunk_bytes, max(FREE_BYTES, share - 2 * hidden.numel() * itemsize - SCRATCH_BYTES[itemsize]))
 
 
 def raw_logits(hidden: Tensor, head_weight: Tensor, out: Tensor) -> Tensor:

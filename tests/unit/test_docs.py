@@ -75,8 +75,8 @@ def test_the_guides_are_found_and_have_commands_to_check() -> None:
 
 
 def configured() -> list[Command]:
-    """Commands that Hydra reads, each composition once."""
-    kept = {command.words: command for command in ALL if is_configured(command)}
+    """Commands that Hydra reads, each composition once; one without a value is only named."""
+    kept = {one.words: one for one in ALL if is_configured(one) and any("=" in word for word in one.words)}
     return list(kept.values())
 
 

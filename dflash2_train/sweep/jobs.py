@@ -13,13 +13,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from dflash2_train.config import to_plain
+from dflash2_train.config import absolute, to_plain
 from dflash2_train.provenance import atomic_write_json, sha256_json
 from dflash2_train.sweep.grid import SweepJob
 
 JOB_FILE = "job.json"
 CONSOLE_FILE = "console.log"  # what the job printed, every attempt behind the one before
-RUNNING, DONE, STOPPED, FAILED = "running", "done", "stopped", "failed"
+RUNNING, DONE, STOPPED, FAILED = "running", "done", "stopped", "failed"  # stopped: before its last step
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # schedulers warn with the last
 TAIL_BYTES = 1 << 14  # of the console that are searched for the cause
 LONGEST_CAUSE = 400
@@ -112,7 +112,9 @@ def run_job(job: SweepJob, command: Sequence[str], signals: Signals, *, stopped_
         signals.watch(process)
         code = process.wait()
         signals.watch(None)
-    state = DONE if code == 0 else STOPPED if code in stopped_codes else FAILED
+    # Only an export is the end: a command may also end well by handing the run to a scheduler, or by planning it.
+    exported = (absolute(job.config.export.output_dir) / "config.json").exists()
+    state = DONE if code == 0 and exported else STOPPED if code in (0, *stopped_codes) else FAILED
     record = JobRecord(
         state=state,
         config_sha256=begun.config_sha256,

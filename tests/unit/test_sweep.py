@@ -33,6 +33,9 @@ if act == "stop":
 (folder / "train").mkdir(parents=True, exist_ok=True)
 rows = [{"step": step, "attempt": 1, "loss": 3.0 - gamma / 10, "selector_path": gamma / 10} for step in (1, 2)]
 (folder / "train" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+if act != "hand on":
+    (folder / "export").mkdir(exist_ok=True)
+    (folder / "export" / "config.json").write_text("{}")
 with open(folder / "starts", "a") as file:
     file.write("x")
 """
@@ -179,6 +182,15 @@ def test_a_request_that_comes_while_a_job_is_being_started_reaches_it() -> None:
         process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         signals.watch(process)
         assert process.wait(20) == -signal.SIGTERM
+
+
+def test_a_job_that_ends_well_without_an_export_is_not_done(words: list[str]) -> None:
+    folder = Path("runs/smollm2_cpu/sweep")
+    trainer = FakeTrainer(gamma_3="hand on")
+    assert run_sweep(words, stopped_code=EXIT_STOPPED, command=trainer) == EXIT_STOPPED
+    assert sorted(row.state for row in read_sweep(folder).rows) == ["done", "done", "stopped", "stopped"]
+    assert run_sweep(words, stopped_code=EXIT_STOPPED, command=FakeTrainer()) == 0
+    assert starts(folder)["drafter.num_layers-1+loss.gamma-3"] == 2
 
 
 def test_two_sweeps_in_one_folder_are_refused(words: list[str]) -> None:

@@ -20,8 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash2_train.app import guarded, run_app, wants_sweep
+from dflash2_train.app import guarded, wants_sweep
 from dflash2_train.config import RunConfig, UserError, absolute, to_plain
+from dflash2_train.launching import Command, run_launched, without_ranks
 from dflash2_train.run_control import StopRequest, only_run_in
 
 if TYPE_CHECKING:
@@ -579,7 +580,8 @@ def export_result(config: RunConfig) -> int:
         return 0
     from dflash2_train.evaluate.cli import evaluate
 
-    return evaluate(config)
+    with without_ranks():  # the others have left
+        return evaluate(config)
 
 
 def sweep(words: list[str]) -> int:
@@ -594,7 +596,14 @@ def main() -> None:
     words = sys.argv[1:]
     if wants_sweep(words):
         sys.exit(guarded(lambda: sweep(words)))
-    run_app("dflash2-train", train)
+    run_launched(
+        Command(
+            name="dflash2-train",
+            module="dflash2_train.train",
+            main=train,
+            folder=lambda config: absolute(config.train.output_dir),
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -189,6 +189,11 @@ def _config_of(name: str, overrides: list[str], folder: Path) -> RunConfig:
             f"job {name}: data.mode={config.data.mode}: the states of a ring are used once, and the jobs of a sweep "
             "read the same ones. Use data.mode=cache."
         )
+    if config.launch.kind == "slurm":
+        raise ConfigError(
+            f"job {name}: launch=slurm only hands a job over, and a sweep waits for each of its own. Start the sweep "
+            "inside of a Slurm job with launch=local, or its jobs one by one."
+        )
     return config
 
 

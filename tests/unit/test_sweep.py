@@ -120,6 +120,7 @@ def test_the_package_lists_of_a_folder_of_ones_own_are_swept_too(words: list[str
         (["train.lrr=1,2"], "lrr"),
         (["loss.gamma=3,3"], "stands there twice"),
         (["data.mode=stream"], "used once"),
+        (["launch=slurm"], "only hands a job over"),
         (["--resolve"], "unrecognized arguments: --resolve"),
         (["--config-dir", "nowhere"], "nowhere: no such folder"),
     ],

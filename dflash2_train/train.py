@@ -16,6 +16,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dflash2_train.app import guarded, wants_sweep
 from dflash2_train.config import RunConfig, absolute
 from dflash2_train.launching import Command, run_launched, without_ranks
 from dflash2_train.run_control import EXIT_STOPPED, StopRequest, only_run_in, prepare_folder, rank_folder
@@ -127,9 +128,22 @@ def export_result(config: RunConfig) -> int:
         return evaluate(config)
 
 
+def sweep(words: list[str]) -> int:
+    """Train every combination of values that ``words`` name, each in a process of its own."""
+    from dflash2_train.sweep.run import run_sweep
+
+    return run_sweep(words, stopped_code=EXIT_STOPPED)
+
+
 def main() -> None:
-    """Entry of the console script ``dflash2-train``; ``plan=true``, no option of that group, is a short form."""
+    """Entry of the console script ``dflash2-train``; with ``--multirun``, of a sweep.
+
+    ``plan=true``, no option of that group, is a short form of ``train.plan=true``.
+    """
     sys.argv[1:] = ["train.plan=true" if word == "plan=true" else word for word in sys.argv[1:]]
+    words = sys.argv[1:]
+    if wants_sweep(words):
+        sys.exit(guarded(lambda: sweep(words)))
     run_launched(
         Command(
             name="dflash2-train",

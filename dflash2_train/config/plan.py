@@ -43,14 +43,15 @@ class PlanConfig:
     prompt_tokens: float = 400.0  # mean of a prompt, where the sources are not read
     answer_tokens: float | None = None  # mean of an answer; None = data.sampling.max_tokens, which is the most
     probe_seconds: float = 0.0  # run the target so long to measure the two rates below; 0 = no probe
-    # Measured rates of the whole machine; None = the probe's, else an estimate from the peaks.
-    regenerate_tokens_per_s: float | None = None  # answer tokens
-    capture_tokens_per_s: float | None = None  # prompt and answer tokens
-    train_seconds_per_step: float | None = None
-    # Shares of the peaks that estimates take; common values for well-kept kernels, not measurements of this code.
-    decode_bandwidth_share: float = 0.5
-    prefill_flops_share: float = 0.35
-    train_flops_share: float = 0.25
+    regenerate_tokens_per_s: float | None = None  # answer tokens of the whole machine; None = probe's, else estimated
+    capture_tokens_per_s: float | None = None  # prompt and answer tokens, likewise
+    train_seconds_per_step: float | None = None  # measured; None = estimated from the peaks
+
+    # The next three are common values for well-kept kernels, not measurements of this code.
+
+    decode_bandwidth_share: float = 0.5  # of the memory's peak, that estimates of regenerate take
+    prefill_flops_share: float = 0.35  # of the arithmetic peak, that estimates of capture take
+    train_flops_share: float = 0.25  # of the arithmetic peak, that estimates of training take
     memory_share: float = 0.9  # of a device that a training may take; the rest is left to what no plan knows
 
     def check(self) -> None:

@@ -1,9 +1,10 @@
 """``dflash2-eval``: measure an exported drafter with the built-in runner, or a server that runs it.
 
-``eval.mode=runner`` writes into eval.output_dir: ``results-<fingerprint>.jsonl`` (a line a prompt; a rerun continues
-it), ``report.json``, ``report.md``, ``report.html`` and plots. A rerun with nothing left to measure loads no model and
-writes the reports again. ``eval.mode=server`` measures a running server, see ``server/run.py``. Both hold the result
-against ``eval.gate.baseline`` if one is named. ``dflash2-eval compare|report|gate`` read finished results, see
+``eval.mode=runner`` measures the hold-out and writes into eval.output_dir: ``results-<fingerprint>.jsonl`` (a line a
+prompt; a rerun continues it), ``report.json``, ``report.md``, ``report.html`` and plots. A rerun with nothing left to
+measure loads no model and writes the reports again. With eval.tasks or eval.sweep it measures those, see
+``grid/run.py``. ``eval.mode=server`` measures a running server, see ``server/run.py``. All hold the result against
+``eval.gate.baseline`` if one is named. ``dflash2-eval compare|report|gate`` read finished results, see
 ``commands.py``. Exit code 1: the speculative greedy output is not the target's own, too many requests failed, or the
 gate failed. Under torchrun or ``accelerate launch`` every process decodes its share of the prompts and the first
 writes the reports.
@@ -91,7 +92,9 @@ def write_report(report: EvalReport, output_dir: Path) -> EvalRun:
 
 def evaluate(config: RunConfig) -> int:
     """Measure, report, hold against the gate, and return the exit code."""
-    return evaluate_server(config) if config.eval.mode == "server" else evaluate_runner(config)
+    if config.eval.mode == "server":
+        return evaluate_server(config)
+    return evaluate_grid(config) if config.eval.tasks or config.eval.sweep.is_set else evaluate_runner(config)
 
 
 def gate_code(run: EvalRun, config: RunConfig) -> int:
@@ -121,6 +124,24 @@ def evaluate_server(config: RunConfig) -> int:
     for line in failures:
         logger.error("%s", line)
     return max(EXIT_REQUESTS_FAILED if failures else 0, gate_code(run, config))
+
+
+def evaluate_grid(config: RunConfig) -> int:
+    """Measure eval.tasks or eval.sweep with the built-in runner, write the reports, and return the exit code."""
+    from dflash2_train.evaluate.grid.run import measure_grid, runner_folder
+    from dflash2_train.evaluate.publish import print_tables, write_runs_report
+
+    measured = measure_grid(config)
+    if measured is None:
+        return 0
+    run, equality = measured
+    folder = runner_folder(config)
+    tables = write_runs_report(folder, f"Evaluation of {config.name} with the built-in runner", [run])
+    console = open_console()
+    print_tables(tables, console)
+    console.print(f"reports: {folder}", highlight=False)
+    failed = equality is not None and bool(equality.failures)
+    return max(EXIT_NOT_EQUAL if failed else 0, gate_code(run, config))
 
 
 def evaluate_runner(config: RunConfig) -> int:

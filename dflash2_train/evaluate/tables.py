@@ -1,14 +1,11 @@
-"""The tables of a report, from runs in one form: acceptance by task, throughput, positions, lengths, requests.
-
-Every table is a :class:`Table` of plain text, so that Markdown, HTML and the console show the same figures.
-"""
+"""The tables of a report, from runs in one form: acceptance by task, throughput, positions, lengths, requests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from dflash2_train.evaluate.cell_tables import cell_tables
 from dflash2_train.evaluate.compare import Comparison, TaskComparison
 from dflash2_train.evaluate.intervals import length_interval
 from dflash2_train.evaluate.runs import AUTOREGRESSIVE, Acceptance, Cell, EvalRun
@@ -21,18 +18,9 @@ from dflash2_train.evaluate.series import (
     spot_names,
     spots_of,
 )
+from dflash2_train.evaluate.table import NONE, Table
 
-NONE = "–"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """One table: every row has as many cells as the header."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    notes: list[str] = field(default_factory=list)
+__all__ = ["Table", "tables_of"]
 
 
 def tables_of(runs: Sequence[EvalRun], comparisons: Sequence[Comparison] = ()) -> list[Table]:
@@ -41,6 +29,7 @@ def tables_of(runs: Sequence[EvalRun], comparisons: Sequence[Comparison] = ()) -
     spots = spots_of(series)
     tables = [runs_table(runs), acceptance_table(series, spots), throughput_table(series, spots)]
     tables += [comparison_table(one) for one in comparisons]
+    tables += cell_tables(series)
     tables += [table for one in series if one.speculates for table in (positions_table(one), lengths_table(one))]
     tables.append(requests_table(series))
     return [table for table in tables if table.rows]
@@ -220,8 +209,9 @@ def comparison_table(comparison: Comparison) -> Table:
 
 def _comparison_row(task: TaskComparison) -> tuple[str, ...]:
     band = NONE if task.noise is None else f"{task.noise.low:+.3f} to {task.noise.high:+.3f}"
+    drafted = task.other.num_drafted
     return (
-        task.task,
+        task.task if drafted is None else f"{task.task}, T={task.other.temperature:g}, K={drafted}",
         str(task.concurrency),
         _number(task.base.acceptance.length if task.base.acceptance else None),
         _number(task.other.acceptance.length if task.other.acceptance else None),

@@ -9,7 +9,7 @@ from dflash2_train.config.rules import require
 
 @dataclass(kw_only=True)
 class EvalSweepConfig:
-    """``eval.sweep``: every task is measured with every K at every temperature, as in [1, 3, 5, 7] and [0, 0.6, 1.0]."""
+    """``eval.sweep``: every task with every K at every temperature, as in [1, 3, 5, 7] and [0, 0.6, 1.0]."""
 
     num_speculative_tokens: list[int] = field(default_factory=list)  # K; empty = eval.num_drafted alone
     temperatures: list[float] = field(default_factory=list)  # empty = greedy, and eval.temperature where that is set

@@ -1,4 +1,4 @@
-"""Tables that only the built-in runner's cells can fill: both means, conditional rates, and where a cycle's time goes."""
+"""Tables that only the built-in runner's cells can fill: both means, conditional rates, the time of a cycle."""
 
 from __future__ import annotations
 

@@ -164,9 +164,7 @@ def differences(base: EvalRun, other: EvalRun, pairs: Sequence[tuple[Cell, Cell]
     ]
     if all(cell.acceptance is not None and cell.method != "mtp" for pair in pairs for cell in pair):
         lengths = dict.fromkeys((drafted_by(base, one), drafted_by(other, two)) for one, two in pairs)
-        found += [
-            Difference(where="run", key="num_drafted", base=one, other=two) for one, two in lengths if one != two
-        ]
+        found += [Difference(where="run", key="num_drafted", base=one, other=two) for one, two in lengths if one != two]
     for one, two in pairs:
         found += [
             Difference(where=one.task, key=key, base=vars(one)[key], other=vars(two)[key])

@@ -34,7 +34,7 @@ class Spot:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """All cells that one method, with one K, gave in one run, or in several of one label that differ in concurrency alone."""
+    """All cells that one method with one K gave in one run, or in several of one label that differ in concurrency."""
 
     name: str
     method: str

@@ -1,4 +1,4 @@
-"""What the built-in runner measures: the exported drafter, its K, and the protocol that a result's fingerprint covers."""
+"""What the built-in runner measures: the exported drafter, its K, and the protocol that a fingerprint covers."""
 
 from __future__ import annotations
 
@@ -85,8 +85,9 @@ def describe_models(config: RunConfig, folder: Path) -> dict[str, Any]:
         of_drafter, of_target = vars(shape)[key], vars(target)[key]
         if of_drafter != of_target:
             raise ConfigError(
-                f"{folder / 'config.json'}: {key}={of_drafter}, but target.name={config.target.name!r} has {of_target}: "
-                "the drafter was made for another target. Name its own target, or another folder with eval.drafter."
+                f"{folder / 'config.json'}: {key}={of_drafter}, but target.name={config.target.name!r} has "
+                f"{of_target}: the drafter was made for another target. Name its own target, or another folder with "
+                "eval.drafter."
             )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return {

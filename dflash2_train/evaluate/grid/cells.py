@@ -19,13 +19,7 @@ def cells_of(
     decoders: Sequence[int],
     context: int,
 ) -> list[Cell]:
-    """All cells that have an answer, task by task.
-
-    Args:
-        records: of every unit, by key.
-        decoders: every K; :data:`PLAIN` for plain decoding.
-        context: tokens that prompt, answer and one block may have together.
-    """
+    """All cells, task by task, from the records of every unit by key; a decoder is a K or :data:`PLAIN`."""
     return [
         build_cell(one, [records[key] for key in _keys(one, temperature)], temperature, drafted, context)
         for one in scripted

@@ -85,9 +85,7 @@ def warm_up(grid: Grid, units: Sequence[Unit]) -> None:
 
 def measure_unit(grid: Grid, unit: Unit) -> UnitRecord:
     """All decoders' answers to one conversation, greedy ones held against plain decoding."""
-    answered = {
-        drafted: answer(grid, unit.script, drafted, unit.temperature) for drafted in unit.order(grid.decoders)
-    }
+    answered = {drafted: answer(grid, unit.script, drafted, unit.temperature) for drafted in unit.order(grid.decoders)}
     turns = {
         str(drafted): [
             TurnRecord(num_prompt_tokens=len(one.prompt_ids), decoded=to_record(one.result) if one.result else None)

@@ -111,7 +111,7 @@ def load_scripts(config: RunConfig) -> list[ScriptedTask]:
     """All tasks in tokens.
 
     Raises:
-        ConfigError: prompts that cannot be read or rendered, or two tasks that would share their results.
+        ConfigError: prompts that cannot be read or rendered.
     """
     tasks = load_tasks(config)
     if all(one.prompt_ids is not None and not one.further_turns for task in tasks for one in task.conversations):
@@ -142,9 +142,8 @@ def describe_grid(
 ) -> dict[str, Any]:
     """All that shapes the measured numbers, as JSON values; the results' fingerprint covers it.
 
-    Args:
-        models: of :func:`~dflash2_train.evaluate.subject.describe_models`.
-        context: tokens that prompt, answer and one block may have together.
+    ``models`` is :func:`~dflash2_train.evaluate.subject.describe_models`, ``context`` the tokens that prompt, answer
+    and one block may have together.
     """
     drafted, temperatures = draft_lengths(config, models["block_size"]), temperatures_of(config)
     sampled = max(temperatures) > 0

@@ -15,8 +15,9 @@ PARTS = ("draft", "context", "verify", "sample")
 def cell_tables(series: Sequence[Series]) -> list[Table]:
     """All of them, over the cells that tell their time by part; empty tables where there are none."""
     cells = [cell for one in series for cell in one.cells if cell.seconds_by_part is not None]
-    cells.sort(key=lambda cell: list(dict.fromkeys(one.task for one in cells)).index(cell.task))
-    return [means_table(cells), conditional_table(cells), cycle_table(cells)]
+    places = list(dict.fromkeys((cell.task, cell.category) for cell in cells))
+    ordered = sorted(cells, key=lambda one: (places.index((one.task, one.category)), one.temperature or 0.0))
+    return [means_table(ordered), conditional_table(ordered), cycle_table(ordered)]
 
 
 def means_table(cells: Sequence[Cell]) -> Table:

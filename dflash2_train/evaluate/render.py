@@ -112,12 +112,12 @@ def equality_lines(report: EvalReport) -> list[str]:
     return lines_of_equality(report.equality)
 
 
-def lines_of_equality(equality: EqualityReport | None) -> list[str]:
-    """As :func:`equality_lines`."""
+def lines_of_equality(equality: EqualityReport | None, *, what: str = "prompts") -> list[str]:
+    """As :func:`equality_lines`; ``what`` was checked."""
     if equality is None:
         return ["Not checked: eval.baseline is off."]
     lines = [
-        f"{equality.prompts_equal} of {equality.prompts_checked} prompts equal plain greedy decoding token for token; "
+        f"{equality.prompts_equal} of {equality.prompts_checked} {what} equal plain greedy decoding token for token; "
         f"rule: {equality.rule}; {len(equality.failures)} failed."
     ]
     if equality.num_departures:

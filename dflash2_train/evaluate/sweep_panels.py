@@ -39,9 +39,9 @@ def named(temperature: float | None) -> str:
 
 def drafted_panel(series: Sequence[Series]) -> Panel | None:
     """Acceptance length by K, a line a temperature."""
-    cells = _swept(series)
     lines = {
-        named(temperature): _points([cell for cell in cells if cell.temperature == temperature], "num_drafted")
+        prefix + named(temperature): _points([cell for cell in cells if cell.temperature == temperature], "num_drafted")
+        for prefix, cells in _swept(series)
         for temperature in dict.fromkeys(cell.temperature for cell in cells)
     }
     return _panel(lines, "K, tokens drafted a round", "acceptance length (pooled)", "Acceptance length by K, all tasks")
@@ -49,9 +49,9 @@ def drafted_panel(series: Sequence[Series]) -> Panel | None:
 
 def temperature_panel(series: Sequence[Series]) -> Panel | None:
     """Acceptance length by temperature, a line a K."""
-    cells = _swept(series)
     lines = {
-        f"K={drafted}": _points([cell for cell in cells if cell.num_drafted == drafted], "temperature")
+        f"{prefix}K={drafted}": _points([cell for cell in cells if cell.num_drafted == drafted], "temperature")
+        for prefix, cells in _swept(series)
         for drafted in dict.fromkeys(cell.num_drafted for cell in cells)
     }
     return _panel(lines, "temperature", "acceptance length (pooled)", "Acceptance length by temperature, all tasks")
@@ -59,20 +59,39 @@ def temperature_panel(series: Sequence[Series]) -> Panel | None:
 
 def pace_panel(series: Sequence[Series]) -> Panel | None:
     """Decoding speed by K, a line a temperature; plain decoding stands at K=0."""
-    cells = [cell for one in series for cell in one.cells if cell.seconds_by_part is not None]
     lines = {}
-    for temperature in dict.fromkeys(cell.temperature for cell in cells):
-        by_drafted: dict[int, list[Cell]] = {}
-        for cell in cells:
-            if cell.temperature == temperature:
-                by_drafted.setdefault(cell.num_drafted or 0, []).append(cell)
-        paces = ((drafted, _pace(members)) for drafted, members in sorted(by_drafted.items()))
-        lines[named(temperature)] = [(float(drafted), pace) for drafted, pace in paces if pace is not None]
+    for prefix, cells in _by_run(series):
+        for temperature in dict.fromkeys(cell.temperature for cell in cells):
+            by_drafted: dict[int, list[Cell]] = {}
+            for cell in cells:
+                if cell.temperature == temperature:
+                    by_drafted.setdefault(cell.num_drafted or 0, []).append(cell)
+            paces = ((drafted, _pace(members)) for drafted, members in sorted(by_drafted.items()))
+            lines[prefix + named(temperature)] = [(float(drafted), pace) for drafted, pace in paces if pace is not None]
     return _panel(lines, "K, tokens drafted a round (0: plain decoding)", "decode tokens/s", "Decoding speed by K")
 
 
-def _swept(series: Sequence[Series]) -> list[Cell]:
-    return [cell for one in series for cell in one.cells if cell.num_drafted is not None and cell.acceptance]
+def _by_run(series: Sequence[Series]) -> list[tuple[str, list[Cell]]]:
+    """What a run's lines are called first, and its cells that the built-in runner timed; nothing of two runs mixes."""
+    groups: dict[int, list[Series]] = {}
+    for one in series:
+        groups.setdefault(id(one.run), []).append(one)
+    found = [
+        (members[0].run.label, [cell for one in members for cell in one.cells if cell.seconds_by_part is not None])
+        for members in groups.values()
+    ]
+    found = [(label, cells) for label, cells in found if cells]
+    if len(found) == 1:
+        return [("", found[0][1])]
+    return [(f"{label} #{number}, ", cells) for number, (label, cells) in enumerate(found, start=1)]
+
+
+def _swept(series: Sequence[Series]) -> list[tuple[str, list[Cell]]]:
+    """The same, of cells that speculate."""
+    return [
+        (prefix, [one for one in cells if one.num_drafted is not None and one.acceptance])
+        for prefix, cells in _by_run(series)
+    ]
 
 
 def _points(cells: Sequence[Cell], key: str) -> Points:

@@ -43,8 +43,9 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 @pytest.fixture
-def evaluation(tiny_config: RunConfig, tmp_path: Path) -> RunConfig:
-    """A tiny target with tokenizer, its drafter, a task of one turn and one of two."""
+def evaluation(tiny_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """A tiny target with tokenizer, its drafter, a task of one turn and one of two. Reports come without plots."""
+    monkeypatch.setattr("dflash2_train.evaluate.plots.draw_runs", lambda runs: None)
     torch.manual_seed(1)
     config = tiny_config
     config.target.name = str(tmp_path / "target")
@@ -109,7 +110,7 @@ def test_every_task_k_and_temperature_is_a_cell_with_its_plain_baseline(evaluati
             assert sum(row[1] for row in rows) == cell.acceptance.rounds
             assert sum(row[2] for row in rows) == cell.acceptance.accepted
     words = " ".join(run.labels)
-    assert "14 of 14 prompts equal" in words, "two K, three answers of one task and four of the other"
+    assert "14 of 14 answers equal" in words, "two K, three answers of one task and four of the other"
     assert "equality does not apply to sampled answers" in words
     assert "warm-up" in words
 
@@ -324,8 +325,9 @@ def test_tables_and_plots_show_every_k_and_temperature_and_compare_pairs_like_wi
     assert len(means.rows) == len(conditional.rows) == 8
     markdown = (Path(evaluation.eval.output_dir) / "runner" / "report.md").read_text()
     assert "| one, T=1 |" in markdown and "runner, K=3" in markdown
-    png = draw_runs([run])
-    assert png is not None and png.startswith(b"\x89PNG")
+    for shown in ([run], [run, run]):
+        png = draw_runs(shown)
+        assert png is not None and png.startswith(b"\x89PNG")
     comparison = compare(run, run)
     assert len(comparison.tasks) == 8
     assert all(one.base.num_drafted == one.other.num_drafted and one.difference == 0 for one in comparison.tasks)

@@ -171,7 +171,7 @@ def run_labels(
     if protocol["baseline"]:
         labels.append("plain decoding and every K take turns, conversation by conversation, in one process")
     if 0.0 in protocol["temperatures"]:
-        labels += [f"greedy equality: {line}" for line in lines_of_equality(equality)]
+        labels += [f"greedy equality: {line}" for line in lines_of_equality(equality, what="answers")]
     sampled = [f"{temperature:g}" for temperature in protocol["temperatures"] if temperature > 0]
     if sampled:
         labels.append(

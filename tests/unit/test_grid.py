@@ -20,7 +20,7 @@ from dflash2_train.evaluate.grid import measure
 from dflash2_train.evaluate.grid.plan import PLAIN, Script, load_scripts, units_of
 from dflash2_train.evaluate.plots import draw_runs
 from dflash2_train.evaluate.readers import read_run
-from dflash2_train.evaluate.runs import EvalRun
+from dflash2_train.evaluate.runs import Acceptance, Cell, EvalRun, RequestCounts
 from dflash2_train.evaluate.series import series_of
 from dflash2_train.evaluate.server.chat_ids import open_chat
 from dflash2_train.model.drafter import Drafter
@@ -347,3 +347,26 @@ def test_units_follow_the_conversations_and_move_the_first_decoder_on(evaluation
     units = units_of(load_scripts(evaluation), [0.0, 1.0])
     assert [unit.key for unit in units[:4]] == ["one#0 at 0", "one#0 at 1", "one#1 at 0", "one#1 at 1"]
     assert [unit.order([0, 1, 3])[0] for unit in units[:6]] == [0, 1, 1, 3, 3, 0]
+
+
+def test_the_means_conditional_rates_and_times_of_a_cell_are_those_worked_out_by_hand() -> None:
+    accepted = Acceptance(rounds=6, proposed=18, accepted=9, accepted_per_position=[5, 3, 1])
+    cell = Cell(
+        task="one",
+        method="drafter",
+        num_drafted=3,
+        concurrency=1,
+        temperature=0.0,
+        acceptance=accepted,
+        requests=RequestCounts(asked=2, answered=2),
+        output_tokens=17,
+        seconds=3.0,
+        seconds_by_part={"prefill": 1.5, "context": 0.3, "draft": 0.6, "verify": 0.48, "sample": 0.12},
+        per_request=[[0, 4, 4, 10], [1, 2, 5, 10]],
+    )
+    run = EvalRun(kind="runner", label="runner", protocol={}, cells=[cell])
+    means, conditional, cycle = (table.rows[0] for table in cell_tables(series_of([run])))
+    assert means[5].startswith("2.500 [2.000, 3.500]"), "1 + 9 accepted / 6 rounds"
+    assert means[6].startswith("2.750 [2.000, 3.500]"), "the mean of 1 + 4/4 and 1 + 5/2"
+    assert conditional[3:] == ("83.3", "60.0", "33.3"), "5 of 6, 3 of 5, 1 of 3"
+    assert cycle[4:] == ("100.0", "50.0", "80.0", "20.0", "250.0", "10.0", "5.7")

@@ -9,8 +9,10 @@ from omegaconf import MISSING
 from dflash2_train.config.drafter import DrafterConfig
 from dflash2_train.config.rules import DTYPES, require
 from dflash2_train.config.served import EvalServerConfig, EvalTaskConfig, GateConfig
+from dflash2_train.config.sweep import EvalSweepConfig
 
 MODES = ("runner", "server")
+SERVER_SWEEP = "Start a server with each K and measure each under a label of its own."
 
 
 @dataclass(kw_only=True)
@@ -33,7 +35,8 @@ class EvalConfig:
     seed: int = 0  # of sampling
     pack_weights: bool = True  # on a CPU with oneDNN: lay linear weights out for it, for both decoders
     spread_target: bool = False  # one target over all visible GPUs, by accelerate's device map
-    tasks: list[EvalTaskConfig] = field(default_factory=list)  # mode=server; empty = the experiment's hold-out
+    tasks: list[EvalTaskConfig] = field(default_factory=list)  # empty = the experiment's hold-out
+    sweep: EvalSweepConfig = field(default_factory=EvalSweepConfig)  # mode=runner: several K and temperatures
     server: EvalServerConfig = field(default_factory=EvalServerConfig)
     gate: GateConfig = field(default_factory=GateConfig)
 
@@ -60,6 +63,8 @@ class EvalConfig:
         )
         if self.mode == "server":
             self.server.check()
+            require(not self.sweep.is_set, "eval.sweep", self.sweep, "needs eval.mode=runner", SERVER_SWEEP)
+        self.sweep.check(drafter.num_drafted)
         self._check_tasks()
         self.gate.check()
 

@@ -252,10 +252,11 @@ def import_all() -> None:
 
 def run(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """Measure one rank."""
+    from dflash2_train.config import GuardConfig
     from dflash2_train.engine import start_ranks, stop_ranks
     from dflash2_train.prefetch import Prefetcher
 
-    rank, ranks = start_ranks()
+    rank, ranks = start_ranks(GuardConfig())
     import_all()
     base = resident()
     forget_peak()

@@ -83,10 +83,10 @@ def engine_bytes(dtype: str, stage: int, *, ema: bool, root: Path) -> dict[str, 
 import json, torch
 from pathlib import Path
 from tests.objective_case import make_objective, batch_of
-from dflash2_train.config import TrainConfig
+from dflash2_train.config import GuardConfig, TrainConfig
 from dflash2_train.engine import TrainEngine, start_ranks, stop_ranks
 from dflash2_train.target import FrozenHead
-start_ranks()
+start_ranks(GuardConfig())
 config, objective, samples = make_objective(Path({str(root)!r}))
 options = dict(dtype={dtype!r}, zero_stage={stage}, ema_decay={0.9 if ema else None})
 train = TrainConfig(output_dir="x", steps=2, row_tokens=64, rows=1, **options)

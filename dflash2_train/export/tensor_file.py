@@ -2,8 +2,8 @@
 
 Weights are gigabytes, and reading them once to hash and once more for their values is twice the disk. So whoever reads
 tensors in the order of the file gets its hash on the way, in a thread: hashlib and reading both release the
-interpreter. What lies between the tensors asked for (other tensors, the header) is read for the hash alone; a tensor
-out of order is read by itself and leaves the hash where it was.
+interpreter. What little lies between the tensors asked for (the header, small tensors) is read for the hash alone; a
+tensor out of order, behind or far ahead, is read by itself and leaves the hash where it was.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from dflash2_train.export.payload import PLAIN_DTYPES, read_header
 
 PIECE_BYTES = 8 << 20
+MAX_GAP_BYTES = 8 << 20  # a single tensor read ahead of its turn must not pull the hash along
 LENGTH_BYTES = 8  # of the header's length, at the start of a file
 _UNREADABLE = "{path}: {name} cannot be read ({error}). Copy the file anew or make it again."
 
@@ -67,7 +68,8 @@ class TensorFile:
         data = memoryview(values.view(torch.uint8).numpy())
         try:
             with open(self.path, "rb", buffering=0) as file:
-                self._hash_up_to(file, start)
+                if start - self._hashed <= MAX_GAP_BYTES:
+                    self._hash_up_to(file, start)
                 in_order = self._hashed == start
                 file.seek(start)
                 for at in range(0, end - start, PIECE_BYTES):

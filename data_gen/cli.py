@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from dflash2_train.app import open_console, run_app
+from dflash2_train.app import open_console
 from dflash2_train.config import RunConfig
+from dflash2_train.launching import Command, run_launched
 from dflash2_train.progress import ProgressReporter
 
 if TYPE_CHECKING:
@@ -112,7 +113,10 @@ def gen_data(config: RunConfig) -> int:
     if stages == ("stream",):
         from data_gen.backends.folder import find_target
         from data_gen.stream import stream
+        from data_gen.stream_workers import run_workers
 
+        if config.data.stream.workers > 0:
+            return run_workers(config)
         show_stream(stream(config, find_target(config.target)))
         return 0
     if "capture" in stages:
@@ -150,7 +154,7 @@ def main() -> None:
     # Read when torch loads its threading library: threads that wait in a loop stall each other for minutes as soon as
     # anything else runs on the machine's cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    run_app("dflash2-gen-data", gen_data)
+    run_launched(Command(name="dflash2-gen-data", module="data_gen.cli", main=gen_data, shards=True))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The one door to Hydra: compose ``conf/``, type it, run a command, turn known faults into one clear line.
 
 Exit codes: 0 done, 1 a command's own "no" (say, output not equal), 2 a fault the user can mend (config, cache,
-files), 130 interrupted by Ctrl-C. Anything else is a bug and shows its traceback.
+files), 130 interrupted by Ctrl-C; those of a training that is to be started again stand in
+:mod:`dflash2_train.run_control`. Anything else is a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from rich.logging import RichHandler
 
 from dflash2_train.config import RunConfig, UserError, load_config
 
-EXIT_FAULT = 2
+EXIT_BUG, EXIT_FAULT = 1, UserError.exit_code
 EXIT_INTERRUPTED = 130
+MENDABLE = (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ENOENT)  # of the file system
 LINE_WIDTH = 160  # off a terminal rich would take 80 columns and break most lines
 
 
@@ -57,22 +59,27 @@ def set_up_logging() -> None:
 def guarded(action: Callable[[], int]) -> int:
     """Run ``action`` with logging set up, and return its exit code or that of the fault it met."""
     set_up_logging()
-    fault: Exception
     try:
         return action()
-    except UserError as error:
-        fault = error
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT, errno.ENOENT):
+    except (UserError, OSError) as fault:
+        if isinstance(fault, OSError) and fault.errno not in MENDABLE:
             raise
-        fault = error
+        sys.stderr.write(f"error: {fault}\n")
+        return exit_code_of(fault)
     except KeyboardInterrupt:
         Console(stderr=True).print(
             "[yellow]interrupted[/]; finished work is kept, the same command continues", highlight=False
         )
         return EXIT_INTERRUPTED
-    sys.stderr.write(f"error: {fault}\n")
-    return EXIT_FAULT
+
+
+def exit_code_of(error: BaseException) -> int:
+    """What a command ends with because of ``error``."""
+    if isinstance(error, UserError):
+        return error.exit_code
+    if isinstance(error, OSError) and error.errno in MENDABLE:
+        return EXIT_FAULT
+    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_BUG
 
 
 def run_guarded(main: Callable[[RunConfig], int], composed: DictConfig) -> int:

@@ -20,11 +20,14 @@ import json
 import logging
 import math
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -184,33 +187,65 @@ def save_checkpoint(
         temporary.mkdir(parents=True)
     kinds = engine.state_kinds()
     check_space(engine, weights, root, averaged=AVERAGE in kinds)
+    with whole_or_gone(temporary):
+        write_tensors(engine, weights, kinds, temporary, step=step)
+        if engine.rank == 0:
+            counts = {**engine.counts(), "world_size": engine.world_size}
+            atomic_write_json(temporary / STATE, {"trainer": state, **counts})
+            manifest = {
+                "step": step,
+                "layout": LAYOUT,
+                "world_size": engine.world_size,
+                "fingerprint": fingerprint,
+                "shape": asdict(weights.shape),
+                "files": {path.name: sha256_file(path) for path in sorted(temporary.iterdir())},
+            }
+            atomic_write_json(temporary / MANIFEST, manifest)
+            commit(temporary, final, keep=keep)
+    engine.barrier()
+    return final
+
+
+def write_tensors(engine: TrainEngine, weights: Drafter, kinds: Sequence[str], temporary: Path, *, step: int) -> None:
+    """Gather all tensors of a checkpoint, which every rank must call, and write them on the first one."""
+    metadata = {"step": str(step)}
     for kind in kinds:
         tensors = engine.gather(kind, weights)
-        refuse_not_finite(engine, kind, tensors, root)
+        refuse_not_finite(engine, kind, tensors, temporary.parent)
         if engine.rank == 0:
-            save_file(tensors, temporary / f"{kind}.safetensors", metadata={"step": str(step)})
+            save_file(tensors, temporary / f"{kind}.safetensors", metadata=metadata)
         del tensors
     random_states = engine.gather_random_states()
     if engine.rank == 0:
         live = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.state_dict().items()}
-        save_file(live, temporary / WEIGHTS, metadata={"step": str(step)})
+        save_file(live, temporary / WEIGHTS, metadata=metadata)
         save_file(random_states, temporary / RANDOM)
-        atomic_write_json(temporary / STATE, {"trainer": state, **engine.counts(), "world_size": engine.world_size})
-        manifest = {
-            "step": step,
-            "layout": LAYOUT,
-            "world_size": engine.world_size,
-            "fingerprint": fingerprint,
-            "shape": asdict(weights.shape),
-            "files": {path.name: sha256_file(path) for path in sorted(temporary.iterdir())},
-        }
-        atomic_write_json(temporary / MANIFEST, manifest)
-        if final.exists():
-            shutil.rmtree(final)
-        publish(temporary, final)
-        prune(root, keep)
-    engine.barrier()
-    return final
+
+
+def commit(temporary: Path, final: Path, *, keep: int) -> None:
+    """Make a checkpoint that is written whole the newest one, and remove those that are too many."""
+    if final.exists():
+        shutil.rmtree(final)
+    publish(temporary, final)
+    prune(final.parent, keep)
+
+
+@contextmanager
+def whole_or_gone(temporary: Path) -> Iterator[None]:
+    """Around the writing of ``temporary``: a disk that takes no more is told as such, and gets its room back.
+
+    Raises:
+        CheckpointError: in place of what the writers say.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        raise CheckpointError(
+            f"{temporary.parent}: a checkpoint could not be written ({error}). Free space, or mend the file system; "
+            "checkpoints that are there stay good and the same command continues."
+        ) from error
 
 
 def refuse_not_finite(engine: TrainEngine, kind: str, tensors: dict[str, Tensor], root: Path) -> None:

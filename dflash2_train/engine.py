@@ -28,18 +28,21 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dflash2_train.averaging import WeightAverage
-from dflash2_train.config import TrainConfig, UserError
+from dflash2_train.config import GuardConfig, TrainConfig, UserError
 from dflash2_train.optimizer import build_optimizer
+from dflash2_train.run_control import EXIT_LOST_RANK
 from dflash2_train.schedules import rate_factor
 
 logger = logging.getLogger(__name__)
+_MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # where a launcher tells who meets where
 MASTERS, MOMENTS, AVERAGE = "masters", ("exp_avg", "exp_avg_sq"), "average"  # kinds of state, and their files' names
 
 
@@ -93,6 +96,7 @@ class TrainEngine:
             self._engine, *_ = deepspeed.initialize(
                 model=module, optimizer=self._optimizer, config=self.deepspeed_config, dist_init_required=False
             )
+        limit_waits(train.guard)
         self.device = torch.device(self._engine.device)
         self._accumulation, self._sharded = train.accumulation, train.zero_stage > 0
         self._factor, self._base_rates = rate_factor(train), [group["lr"] for group in self._optimizer.param_groups]
@@ -168,8 +172,12 @@ class TrainEngine:
 
     def any_rank(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank."""
-        value = torch.tensor([float(flag)], device=self.device)
-        return bool(self.all_reduce_sum(value).item() > 0)
+        return self.any_rank_each([flag])[0]
+
+    def any_rank_each(self, flags: Sequence[bool]) -> list[bool]:
+        """Whether each of ``flags`` is set on any rank."""
+        value = torch.tensor([float(flag) for flag in flags], device=self.device)
+        return [count > 0 for count in self.all_reduce_sum(value).tolist()]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -329,26 +337,62 @@ def _overwrite(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
         parameter.copy_(value)
 
 
-def start_ranks() -> tuple[int, int]:
-    """Join the process group; returns (rank, world size)."""
+class RanksApartError(UserError):
+    """The ranks of a job did not find each other; trying again may help."""
+
+    exit_code = EXIT_LOST_RANK
+
+
+def start_ranks(guard: GuardConfig) -> tuple[int, int]:
+    """Join the process group; returns (rank, world size).
+
+    Args:
+        guard: whose time limit holds here and in every collective.
+
+    Raises:
+        RanksApartError: not all ranks came, or the address cannot be used.
+    """
     ensure_rank_environment()
     deepspeed = _import_deepspeed()
     from deepspeed.accelerator import get_accelerator
 
-    if not torch.distributed.is_initialized():
-        deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+    backend, seconds = get_accelerator().communication_backend_name(), guard.collective_timeout_seconds
+    try:
+        if not torch.distributed.is_initialized():
+            deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timedelta(seconds=seconds))
+    except torch.distributed.DistError as error:
+        rank, size, address, port = (os.environ[name] for name in _MEETING)
+        raise RanksApartError(
+            f"rank {rank} of {size} did not find the others at {address}:{port} within "
+            f"train.guard.collective_timeout_seconds={seconds:g} ({str(error).splitlines()[0]}). See why the others "
+            "did not start, and that the port is free and can be reached."
+        ) from error
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def limit_waits(guard: GuardConfig) -> None:
+    """Give every group the time limit of ``guard``: DeepSpeed makes some with the default of the backend."""
+    # torch has no public call for either; trainers of its own set limits by the same two.
+    from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
+    for group in list(_world.pg_map):
+        _set_pg_timeout(timedelta(seconds=guard.collective_timeout_seconds), group)
 
 
 def first_rank_says(flag: bool) -> bool:
     """The first rank's ``flag``, on every rank; the others wait for it here."""
+    return first_rank_number(int(flag)) > 0
+
+
+def first_rank_number(number: int) -> int:
+    """The first rank's ``number``, on every rank; the others wait for it here."""
     if torch.distributed.get_world_size() == 1:
-        return flag
+        return number
     from deepspeed.accelerator import get_accelerator
 
-    value = torch.tensor([float(flag)], device=get_accelerator().current_device_name())
+    value = torch.tensor([number], dtype=torch.int64, device=get_accelerator().current_device_name())
     torch.distributed.broadcast(value, src=0)
-    return bool(value.item() > 0)
+    return int(value.item())
 
 
 def stop_ranks() -> None:

@@ -54,6 +54,8 @@ def _published(folder: Path) -> list[dict[str, Any]]:
     source = record.get("source") or {}
     training = source.get("training") or {}
     entry |= {"run_id": record.get("run_id"), "step": source.get("step"), "git": training.get("git")}
+    if "conversion" in record:
+        entry["converted_from"] = record["conversion"]["source"]
     return [entry, *(training.get("warm_start") or [])]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 
 from dflash2_train.data import PackedBatch, WindowLoader
@@ -43,6 +43,15 @@ class Prefetcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def ready(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` for the next window; whether it is there. Raises what kept it from coming."""
+        started = time.monotonic()
+        done, _ = wait([self._pending[0]], seconds)
+        self.wait_seconds += time.monotonic() - started
+        if done:
+            self._pending[0].result()
+        return bool(done)
 
     def next(self) -> list[PackedBatch]:
         """Micro-batches of the next window."""

@@ -1,45 +1,155 @@
-"""Who may run in a folder, and how a run is asked to stop."""
+"""Who may run in a folder, where its ranks leave what they have to tell, and how a run is asked to stop."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import json
+import logging
+import os
 import signal
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
-from dflash2_train.config import UserError
+from dflash2_train.config import ConfigError, GuardConfig, UserError
+
+logger = logging.getLogger(__name__)
+# Exit codes behind which the same command continues; a launch script starts it again.
+EXIT_STOPPED = 143  # saved and left in good order before the last step: a signal, or a limit in time
+EXIT_LOST_RANK = 75  # another rank is gone without a word, or did not meet this one in time
+EXIT_STALLED = 76  # no step for train.guard.stall_exit_seconds
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # schedulers warn with the first or the last
+SCHEDULER_END = "SLURM_JOB_END_TIME"  # seconds since the epoch
+_UNWRITABLE = (errno.EACCES, errno.EROFS, errno.EPERM)
+_LOCK = ".lock"
+
+
+def rank_folder(output: Path, rank: int) -> Path:
+    """Where a rank of the run in ``output`` leaves its status, its stacks and its console output."""
+    return output / "logs" / f"rank{rank}"
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make ``folder``, and make sure that it can be written to, before hours are spent on what could not be kept.
+
+    Raises:
+        UserError: it cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{socket.gethostname()}-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        if error.errno not in (*_UNWRITABLE, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST):
+            raise
+        raise UserError(
+            f"{folder} cannot be written to ({error.strerror}). Mend that, or choose another train.output_dir "
+            "(or run_dir)."
+        ) from error
 
 
 @contextmanager
 def only_run_in(folder: Path) -> Iterator[None]:
     """Hold the lock of a run folder: two trainers in one folder would overwrite each other.
 
+    The lock goes with its process, however that ends, so none is ever stale; what stands in the file only tells who
+    holds it.
+
     Raises:
-        UserError: another process holds it.
+        UserError: another process holds it, or the folder cannot be written to or locked.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as lock:
+    prepare_folder(folder)
+    with open(folder / _LOCK, "a+", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(
-                f"{folder} is in use by another dflash2-train. "
+                f"{folder} is in use by another dflash2-train{_holder(folder / _LOCK)}. "
                 "Wait for it, stop it, or choose another train.output_dir."
             ) from error
+        except OSError as error:
+            raise UserError(
+                f"{folder} lies on a file system that makes no locks ({error.strerror}), so nothing would keep two "
+                "runs apart. Mount it with flock, or choose another train.output_dir."
+            ) from error
+        lock.truncate(0)
+        told = {"host": socket.gethostname(), "pid": os.getpid(), "since": datetime.now(UTC).isoformat("T", "seconds")}
+        lock.write(json.dumps(told))
+        lock.flush()
         yield
 
 
+def _holder(lock: Path) -> str:
+    """Who wrote itself into a lock file, as part of a sentence; empty where nobody did."""
+    try:
+        told = json.loads(lock.read_text(encoding="utf-8"))
+        return f" (process {told['pid']} of {told['host']}, since {told['since']})"
+    except (json.JSONDecodeError, KeyError, TypeError):  # it has just locked the file, or is an earlier version
+        return ""
+
+
 class StopRequest:
-    """Set by SIGTERM or SIGINT, looked at between steps; a second Ctrl-C interrupts at once."""
+    """Why a run should save and leave: a signal, or a limit in time that has come. Looked at between steps.
+
+    Signals are :data:`STOP_SIGNALS`; a second Ctrl-C interrupts at once.
+    """
 
     def __init__(self) -> None:
-        self.reason = ""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        self._signal = ""
+        self._limits: list[tuple[float, str]] = []
+        for number in STOP_SIGNALS:
             signal.signal(number, self._note)
 
+    @property
+    def reason(self) -> str:
+        """What asks for it, or an empty text as long as nothing does."""
+        now = time.monotonic()
+        return self._signal or next((why for moment, why in self._limits if now >= moment), "")
+
+    def heed(self, guard: GuardConfig, environment: Mapping[str, str]) -> None:
+        """Ask to stop ``guard.end_margin_seconds`` before the job must be over, see :func:`ends_of_job`."""
+        for end, why in ends_of_job(guard, environment):
+            left = end - guard.end_margin_seconds - time.time()
+            self.stop_in(left, why)
+            moment = datetime.fromtimestamp(time.time() + left).astimezone().isoformat(" ", "seconds")
+            logger.info("saves and stops at %s, %g s before %s", moment, guard.end_margin_seconds, why)
+
+    def stop_in(self, seconds: float, why: str) -> None:
+        """Ask to stop in ``seconds`` from now."""
+        self._limits.append((time.monotonic() + seconds, why))
+
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self.reason and number == signal.SIGINT:
+        if self._signal and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.reason = signal.Signals(number).name
+        self._signal = signal.Signals(number).name
+
+
+def ends_of_job(guard: GuardConfig, environment: Mapping[str, str]) -> list[tuple[float, str]]:
+    """When the job must be over, seconds since the epoch, and who says so.
+
+    Args:
+        guard: ``train.guard``.
+        environment: of the process; Slurm tells there when the job will be ended.
+
+    Raises:
+        ConfigError: what Slurm tells is no time.
+    """
+    ends = []
+    configured = guard.end_timestamp()
+    if configured is not None:
+        ends.append((configured, f"train.guard.end_time={guard.end_time}"))
+    told = environment.get(SCHEDULER_END)
+    if guard.scheduler_end and told:
+        if not told.isdecimal():
+            raise ConfigError(
+                f"{SCHEDULER_END}={told!r}: must be seconds since the epoch. Unset it, or set "
+                "train.guard.scheduler_end=false and give train.guard.end_time."
+            )
+        ends.append((float(told), f"the end of the job, {SCHEDULER_END}"))
+    return ends

@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -30,25 +28,15 @@ from torch import Tensor
 from dflash2_train.checkpoint import MANIFEST, newest_checkpoint, verified_checkpoint
 from dflash2_train.config import ConfigError, absolute
 from dflash2_train.engine import MASTERS
-from dflash2_train.export.payload import (
-    CONFIG,
-    MASK,
-    WEIGHTS,
-    read_header,
-    read_json,
-    read_mask_embedding,
-    tensor_faults,
-)
-from dflash2_train.export.weight_files import INDEX, TABLES
+from dflash2_train.export.payload import CONFIG
+from dflash2_train.export.published import SECOND_KEYS, open_published
 from dflash2_train.model.drafter import Drafter
-from dflash2_train.model.drafter_config import ARCHITECTURE, DrafterShape
+from dflash2_train.model.drafter_config import DrafterShape
 
 logger = logging.getLogger(__name__)
-SECOND_GENERATION = ("candidate_selector.", "attention_conv.", "mlp_conv.")
 LAYER_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 MAY_GROW = ("num_layers", "layer_types", "target_layer_ids")
 MAY_CHANGE = ("block_size", "mask_token_id", "selector_top_k", "max_position_embeddings", "initializer_range")
-NESTED_SHAPE = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,64 +108,13 @@ def read_published(folder: Path, wanted: DrafterShape) -> Source:
     """A folder in the published layout, in one file or in shards.
 
     Raises:
-        ValueError: a tensor is missing, unexpected, quantised or of another shape than ``config.json`` asks for, or
-            that file asks for something that this drafter does not compute.
+        ValueError: as :func:`dflash2_train.export.published.open_published`.
     """
-    files = _weight_files(folder)
-    headers = {_own_name(name): entry for path in files for name, entry in read_header(path).items()}
-    header = {name: entry for name, entry in headers.items() if name not in TABLES}  # training uses the target's own
-    if len(header) < len(headers):
+    found = open_published(folder, {key: getattr(wanted, key) for key in SECOND_KEYS})
+    if found.tables:  # training uses the target's own
         logger.warning("%s: its own embedding or head is not taken over; training uses the target's", folder)
-    first_generation = not any(map(_is_second_generation, header))
-    published = read_json(folder / CONFIG)
-    shape = DrafterShape.from_published(_completed(published, wanted) if first_generation else published)
-    expected = Drafter.expected_tensors(shape)
-    if first_generation:
-        expected = {name: size for name, size in expected.items() if not _is_second_generation(name)}
-    faults = tensor_faults(header, expected)
-    if faults:
-        listed = "\n  ".join(faults)
-        raise ValueError(f"its weights are not those of its {CONFIG}:\n  {listed}\nFetch it again, or use another one.")
-    tensors = {_own_name(name): tensor for path in files for name, tensor in load_file(path).items()}
-    mask = None
-    if (folder / MASK).exists():
-        mask = read_mask_embedding(folder / MASK, hidden_size=shape.hidden_size, mask_token_id=shape.mask_token_id)
-    return Source(shape=shape, tensors={name: tensors[name] for name in expected}, mask=mask)
-
-
-def _is_second_generation(name: str) -> bool:
-    return any(part in name for part in SECOND_GENERATION)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    if not (folder / INDEX).exists():
-        return [folder / WEIGHTS]
-    return [folder / name for name in sorted(set(read_json(folder / INDEX)["weight_map"].values()))]
-
-
-def _own_name(name: str) -> str:
-    """Published name of a tensor whose writer kept a ``model.`` prefix or stored the codebooks as embeddings."""
-    return name.removeprefix("model.").replace("_codebook.weight", "_codebook")
-
-
-def _completed(published: Mapping[str, Any], wanted: DrafterShape) -> dict[str, Any]:
-    """The ``config.json`` of a DFlash 1, with what a DFlash 2 adds and what its readers take for granted.
-
-    Full attention is bidirectional inside a block where ``is_causal`` is absent; sliding layers are not, so there the
-    key stays required.
-    """
-    num_layers = int(published.get("num_hidden_layers", 0))
-    layer_types = published.get("layer_types") or ["full_attention"] * num_layers
-    nested = published.get("dflash_config") or {}
-    full = set(layer_types) == {"full_attention"}
-    assumed = {"is_causal": False, "use_sliding_window": False} if full else {}
-    return {
-        **assumed,
-        **{key: value for key, value in published.items() if value is not None},
-        "architectures": [ARCHITECTURE],
-        "layer_types": layer_types,
-        "dflash_config": {**nested, **{key: getattr(wanted, key) for key in NESTED_SHAPE}},
-    }
+    tensors = {name: found.read(name) for name in found.names}
+    return Source(shape=found.shape, tensors=tensors, mask=found.mask)
 
 
 def refuse_other_function(source: DrafterShape, wanted: DrafterShape) -> None:

@@ -49,7 +49,10 @@ def this_host() -> str:
 
 
 def process_is_gone(host: str, pid: int) -> bool:
-    """Whether process ``pid`` of ``host`` is known to be gone; False where that cannot be seen from here."""
+    """Whether process ``pid`` of ``host`` is known to be gone; False where that cannot be seen from here.
+
+    One that is dead and waits for its parent to take notice is gone too: it does nothing any more.
+    """
     if host != this_host():
         return False
     try:
@@ -58,7 +61,15 @@ def process_is_gone(host: str, pid: int) -> bool:
         return True
     except PermissionError:
         return False
-    return False
+    return _is_zombie(pid)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        told = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # gone meanwhile, or a system without /proc
+        return False
+    return told.rpartition(")")[2].split()[0] in ("Z", "X")  # behind the name, which may hold anything
 
 
 def create_exclusive(path: Path, data: bytes) -> bool:

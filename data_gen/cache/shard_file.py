@@ -230,6 +230,8 @@ class ShardReader:
         self._places = json.loads(header)
         self._data_start = 8 + len(header)
         self._check_layout()
+        self._columns = {name: self.tensors[name] for name in TOKEN_TENSORS}
+        self._columns["loss_mask"] = self._columns["loss_mask"].view(torch.bool)
         self.offsets: list[int] = self.tensors["offsets"].tolist()
         if self.offsets[0] != 0 or self.offsets[-1] != len(self.tensors["input_ids"]) or self._unordered():
             raise self._damaged("offsets that do not cut its tokens into samples")
@@ -249,8 +251,7 @@ class ShardReader:
             states: [S, T*H] bf16; if given, the tap states are put there in one pass, whatever they are stored in.
         """
         span = self.span(row)
-        fields = {name: self.tensors[name][span] for name in TOKEN_TENSORS}
-        fields["loss_mask"] = fields["loss_mask"].view(torch.bool)
+        fields = {name: column[span] for name, column in self._columns.items()}
         if TAP_SCALE in self.tensors:
             fields["tap_hidden"] = fp8.decode(fields["tap_hidden"], self.tensors[TAP_SCALE][span], states)
         elif states is not None:

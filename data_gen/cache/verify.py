@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,19 @@ def choose_shards(names: Sequence[str], share: float, seed: int) -> list[str]:
     return [name for name in names if name in chosen]
 
 
+def _repetitions(rows: Mapping[str, ShardRow]) -> list[tuple[str, str, str]]:
+    """Every sample id that occurs again: the shard that had it before, the one that repeats it, and the id."""
+    owners: dict[str, str] = {}
+    found = []
+    for name, row in rows.items():
+        for sample_id in row.sample_ids:
+            if sample_id in owners:
+                found.append((owners[sample_id], name, sample_id))
+            else:
+                owners[sample_id] = name
+    return found
+
+
 class StoreVerifier:
     """Checks the cache under ``root``.
 
@@ -169,31 +182,35 @@ class StoreVerifier:
             report.add(name, "stands in the index but is gone")
         for name, reason in state.damaged.items():
             report.add(name, reason)
-        self._find_repeated(report)
         for name in self.chosen:
             try:
                 self._check_shard(name, report, on_bytes)
             except CacheIntegrityError as error:
                 report.add(name, str(error))
+        self._find_repeated(report)
         if report.faults and self.settings.quarantine:
             self._set_aside(report)
         return report
 
     def _find_repeated(self, report: VerifyReport) -> None:
-        """Sample ids must be unique over the whole cache; of two shards with one id the later is at fault."""
-        owners: set[str] = set()
-        for name, row in self._rows.items():
-            for sample_id in row.sample_ids:
-                if sample_id in owners:
-                    report.add(name, f"sample id {sample_id} occurs more than once")
-                owners.add(sample_id)
+        """Sample ids must be unique over the whole cache; of two shards with one id the later is at fault.
+
+        Judged by the files: where the lines of the index repeat an id, shards that were not read are asked for theirs.
+        """
+        suspects = {name for pair in _repetitions(self._rows) for name in pair[:2]}
+        for name in sorted(suspects - set(self.chosen), key=shard_index):
+            try:
+                self._trust_file(ShardReader(self.root / name, self.manifest).row(), report)
+            except CacheIntegrityError as error:
+                report.add(name, str(error))
+        for _, name, sample_id in _repetitions(self._rows):
+            report.add(name, f"sample id {sample_id} occurs more than once")
 
     def _check_shard(self, name: str, report: VerifyReport, on_bytes: OnBytes) -> None:
         shard = ShardReader(self.root / name, self.manifest)
         row: ShardRow = shard.row()
         shard.check_content(on_bytes)
-        if row != self._rows[name]:
-            self._correct_line(row, report)
+        self._trust_file(row, report)
         rows = self._conversations_of(name)
         for place in range(len(shard)):
             sample = shard.read(place)
@@ -205,8 +222,11 @@ class StoreVerifier:
         if rows is not None:
             report.without_states += len(rows.keys() - set(shard.sample_ids))
 
-    def _correct_line(self, row: ShardRow, report: VerifyReport) -> None:
-        """The shard proves itself whole, so it is its line in the index that is wrong."""
+    def _trust_file(self, row: ShardRow, report: VerifyReport) -> None:
+        """The shard's file is whole, so where its line in the index says something else the line is wrong."""
+        if row == self._rows[row.shard]:
+            return
+        self._rows[row.shard] = row
         if self.settings.quarantine:
             append_index(self.root, row)
             logger.warning("%s: its line in the index was wrong and is corrected", row.shard)

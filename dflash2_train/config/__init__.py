@@ -15,6 +15,8 @@ from dflash2_train.config.evaluate import EvalConfig
 from dflash2_train.config.export import ExportConfig
 from dflash2_train.config.export_gguf import GGUF_TYPES, GgufConfig
 from dflash2_train.config.generation import GenerationConfig, ServersConfig
+from dflash2_train.config.guard import GuardConfig
+from dflash2_train.config.launch import HostsConfig, LaunchConfig, SlurmConfig
 from dflash2_train.config.loss import IMPLEMENTATIONS, KL_KINDS, LossConfig
 from dflash2_train.config.plan import HardwareConfig, PlanConfig
 from dflash2_train.config.prompts import PromptSourceConfig
@@ -43,16 +45,20 @@ __all__ = [
     "GateConfig",
     "GenerationConfig",
     "GgufConfig",
+    "GuardConfig",
     "HardwareConfig",
+    "HostsConfig",
     "IMPLEMENTATIONS",
     "KL_KINDS",
     "LAYER_TYPES",
+    "LaunchConfig",
     "LossConfig",
     "PlanConfig",
     "PromptSourceConfig",
     "RunConfig",
     "SamplingConfig",
     "ServersConfig",
+    "SlurmConfig",
     "StoreConfig",
     "StreamConfig",
     "TargetConfig",

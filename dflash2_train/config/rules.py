@@ -10,6 +10,8 @@ DTYPES = ("bfloat16", "float32")
 class UserError(Exception):
     """A fault that the user can mend. The text names key or file, value, rule and next step; no traceback is shown."""
 
+    exit_code = 2  # of the command that it ends
+
 
 class ConfigError(UserError, ValueError):
     """A configuration that cannot be run."""

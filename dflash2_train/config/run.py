@@ -12,6 +12,7 @@ from dflash2_train.config.data import DataConfig
 from dflash2_train.config.drafter import DrafterConfig
 from dflash2_train.config.evaluate import EvalConfig
 from dflash2_train.config.export import ExportConfig
+from dflash2_train.config.launch import LaunchConfig
 from dflash2_train.config.loss import LossConfig
 from dflash2_train.config.plan import PlanConfig
 from dflash2_train.config.rules import ConfigError, require
@@ -36,6 +37,7 @@ class RunConfig:
     export: ExportConfig = field(default_factory=ExportConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)  # dflash2-gen-data stage=plan only
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def check(self) -> None:
         """Raise :class:`ConfigError` for the first rule that the values break."""
@@ -46,9 +48,11 @@ class RunConfig:
         self.loss.check()
         self.train.check(self.drafter, self.target)
         self.train.validation.check(self.train.validate_every)
+        self.train.guard.check()
         self.export.check(self.drafter, self.train)
         self.eval.check(self.drafter)
         self.plan.check()
+        self.launch.check()
 
 
 def load_config(composed: DictConfig) -> RunConfig:

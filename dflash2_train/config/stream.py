@@ -18,6 +18,8 @@ class StreamConfig:
     reuse: int = 1  # times a segment is trained on before the next; 1 = the order of the cache mode
     stale_after_s: float = 60.0  # a producer of another host that shows no sign of life for so long is given up
     timeout_s: float = 1800.0  # the trainer ends when no producer shows a sign of life for so long
+    workers: int = 0  # capture processes that stage=stream starts, and replaces when they die; 0 = it captures itself
+    max_worker_deaths: int = 20  # of one worker; the next one ends the stage
 
     def folder(self, data_root: Path) -> Path:
         """Folder of the ring."""
@@ -27,3 +29,6 @@ class StreamConfig:
         for key in ("budget_mib", "segment_rows", "reuse", "stale_after_s", "timeout_s"):
             value = getattr(self, key)
             require(value > 0, f"data.stream.{key}", value, "must be positive", "Leave it at its default.")
+        for key in ("workers", "max_worker_deaths"):
+            value = getattr(self, key)
+            require(value >= 0, f"data.stream.{key}", value, "must be at least 0", "Leave it at its default.")

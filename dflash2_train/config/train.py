@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from dflash2_train.config.drafter import DrafterConfig
+from dflash2_train.config.guard import GuardConfig
 from dflash2_train.config.rules import DTYPES, require
 from dflash2_train.config.target import TargetConfig
 from dflash2_train.config.validation import ValidationConfig
@@ -58,6 +59,7 @@ class TrainConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     max_bad_steps: int = 5  # consecutive non-finite steps that end the run
     max_seconds: float | None = None  # save and stop in good order after this wall time; resume continues
+    guard: GuardConfig = field(default_factory=GuardConfig)
     wandb: str = "disabled"  # disabled | offline | online
     wandb_project: str = "dflash2"
     tensorboard: bool = False  # write events into output_dir/tensorboard; needs the package tensorboard

@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash2_train.app import open_console, run_app
+from dflash2_train.app import open_console
 from dflash2_train.config import ConfigError, RunConfig, absolute, to_plain
 from dflash2_train.evaluate.commands import NAMES, run_command
+from dflash2_train.launching import Command, run_launched
 from dflash2_train.provenance import atomic_write_json, atomic_write_text, run_record, sha256_file
 
 if TYPE_CHECKING:
@@ -285,7 +286,13 @@ def main() -> None:
     """Entry of the console script."""
     if sys.argv[1:2] and sys.argv[1] in NAMES:
         sys.exit(run_command(sys.argv[1:]))
-    run_app("dflash2-eval", evaluate)
+    launched = Command(
+        name="dflash2-eval",
+        module="dflash2_train.evaluate.cli",
+        main=evaluate,
+        single=lambda config: config.eval.mode == "server" or config.eval.spread_target,
+    )
+    run_launched(launched)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,10 @@ COMMANDS: dict[str, Command] = {
         module="dflash2_train.export.card_command",
         summary="add evaluations to an exported drafter and render its model card again",
     ),
+    "convert": Command(
+        module="dflash2_train.export.convert.command",
+        summary="a drafter of another tool as one of this, and back; what is lost is said",
+    ),
     "doctor": Command(
         module="dflash2_train.export.doctor_command",
         summary="check any DFlash drafter, folder, Hub id or GGUF, for what servers get wrong silently",

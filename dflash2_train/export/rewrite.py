@@ -67,6 +67,8 @@ def refuse_changed(folder: Path, record: dict[str, Any]) -> None:
             f"{folder}: {', '.join(changed)} changed after the export, and new papers would hide that. "
             "Restore the files, or export again."
         )
+    if "conversion" in record:
+        raise UserError(f"{folder}: is a converted drafter and has no card of this project. Its maker's card holds.")
     if "target" not in record:
         raise UserError(f"{folder / RECORD}: is of an earlier version. Export the checkpoint again, then add reports.")
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dflash2_train.losses.shaping import Shaping
-from dflash2_train.losses.sweep import Workspace, sweep_budget
+from dflash2_train.losses.sweep import Workspace, raw_logits, sweep_budget
 from dflash2_train.model.gathered import gathered_dots
 from dflash2_train.shapes import padded_rows
 
@@ -75,7 +75,7 @@ def unary_candidates(
     for start in range(0, len(hidden), chunk):
         states = padded[start : start + chunk]
         piece = slice(start, min(start + chunk, len(hidden)))
-        logits = torch.mm(states, head_weight.t(), out=raw[: len(states)])
+        logits = raw_logits(states, head_weight, raw[: len(states)])
         values[piece], ids[piece] = top_candidates(logits[: piece.stop - start], top_k)
     return shaping.apply(values), ids
 

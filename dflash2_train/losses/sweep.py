@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from dflash2_train.losses.shaping import Shaping
-from dflash2_train.shapes import ROWS_MULTIPLE, padded_rows
+from dflash2_train.shapes import padded_rows
 
-SCRATCH_BYTES = {2: 6 << 20, 4: 1 << 20, 8: 1 << 20}  # by bytes of a parameter: what products take beside their result
+SCRATCH_BYTES = {2: 4 << 20, 4: 2 << 20, 8: 2 << 20}  # by bytes of a parameter: products, and the candidates' part
+TILE_COLUMNS = 1024  # of the vocabulary, see raw_logits
+CHUNK_MULTIPLE = 16  # rows; divides what the rows are padded to, so that the last chunk is a multiple as well
 LOGIT_BYTES = 4
 FREE_BYTES = 1 << 20  # what the sweep may always take
 
@@ -119,6 +121,21 @@ def sweep_budget(hidden: Tensor, head_weight: Tensor, chunk_bytes: int, logit_sh
     return min(chunk_bytes, max(FREE_BYTES, share - 2 * hidden.numel() * itemsize - SCRATCH_BYTES[itemsize]))
 
 
+def raw_logits(hidden: Tensor, head_weight: Tensor, out: Tensor) -> Tensor:
+    """The product of states [M, H] and head [V, H] into ``out`` [M, V].
+
+    For 32 and 64 bits a CPU's library packs the whole head anew, 5 to 10 MB at a time, for a product of few rows; a
+    tile of the vocabulary fits in the cache and takes nothing beside it. With 64 rows of 576 and V 49,152 in fp32, one
+    thread of an AMD EPYC: 76 in place of 56 GFLOP/s. In 16 bits one product is as fast or faster.
+    """
+    if hidden.device.type != "cpu" or hidden.element_size() < 4:
+        return torch.mm(hidden, head_weight.t(), out=out)
+    for start in range(0, len(head_weight), TILE_COLUMNS):
+        tile = slice(start, start + TILE_COLUMNS)
+        torch.mm(hidden, head_weight[tile].t(), out=out[:, tile])
+    return out
+
+
 @torch.no_grad()
 def sweep(
     rows: Rows,
@@ -135,7 +152,7 @@ def sweep(
     bytes_per_row = products * vocab * head_weight.element_size() + logit_pass.bytes_per_row
     hidden = padded_rows(rows.hidden)  # the padding goes through the products alone
     chunk = max(1, (budget - logit_pass.fixed_bytes) // bytes_per_row)
-    chunk = min(len(hidden), max(chunk // ROWS_MULTIPLE * ROWS_MULTIPLE, min(chunk, ROWS_MULTIPLE)))
+    chunk = min(len(hidden), max(chunk // CHUNK_MULTIPLE * CHUNK_MULTIPLE, min(chunk, CHUNK_MULTIPLE)))
     raw = workspace.take("raw", (chunk, vocab), head_weight)
     teacher_raw = None if products == 1 else workspace.take("teacher_raw", (chunk, vocab), head_weight)
     teacher_hidden = None if rows.teacher_hidden is None else padded_rows(rows.teacher_hidden)
@@ -144,10 +161,10 @@ def sweep(
     for start in range(0, count, chunk):
         span = slice(start, min(start + chunk, len(hidden)))
         size = min(span.stop, count) - start
-        logits = torch.mm(hidden[span], head_weight.t(), out=raw[: span.stop - start])
+        logits = raw_logits(hidden[span], head_weight, raw[: span.stop - start])
         teacher_logits = None
         if teacher_raw is not None and teacher_hidden is not None:
-            teacher_logits = torch.mm(teacher_hidden[span], head_weight.t(), out=teacher_raw[: len(logits)])[:size]
+            teacher_logits = raw_logits(teacher_hidden[span], head_weight, teacher_raw[: len(logits)])[:size]
         parts.append(logit_pass.run(logits[:size], teacher_logits, rows.piece(span), with_gradient))
         if gradient is not None:
             torch.mm(logits, head_weight, out=gradient[span])

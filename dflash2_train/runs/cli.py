@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflash2_train.config import UserError
 from dflash2_train.progress import clock
@@ -75,9 +76,20 @@ def facts_of(run: RunFolder) -> list[tuple[str, str]]:
         facts.append(("checkpoints", ", ".join(str(step) for step in checkpoints)))
     if best is not None:
         facts.append(("best checkpoint", f"{best['checkpoint']}: {best['metric']} {best['value']:.4g}"))
+    facts += [(f"rank {state['rank']}", rank_of(state, time.time())) for state in run.ranks()]
+    if record.get("changed"):
+        facts.append(("changed since its start", "\n".join(record["changed"])))
     facts += [(name, texts[0]) for name, texts in figure_table([final_figures(run)]) if name not in ("step", "seconds")]
     seconds = final_figures(run).get("seconds")
     return [*facts, ("training time", clock(seconds))] if seconds is not None else facts
+
+
+def rank_of(state: dict[str, Any], now: float) -> str:
+    """What a rank does, or why it ended."""
+    seen = age(now - state["time"])
+    if state["ended"]:
+        return f"ended {seen} ago behind step {state['step']}: {state['ended']}"
+    return f"{state['doing']} behind step {state['step']}, last sign of life {seen} ago"
 
 
 def code_of(git: dict[str, str | None]) -> str:

@@ -1,7 +1,7 @@
 """A run folder as its files tell it; nothing is written, and a run that is under way may be looked at.
 
 Looked at is the layout that ``run_dir`` gives, ``NAME/{data,train,export,eval}``, or a training folder alone:
-``run.json``, ``run.attemptN.json``, ``metrics.jsonl``, ``stepNNNNNN/`` and ``best.json``.
+``run.json``, ``run.attemptN.json``, ``metrics.jsonl``, ``stepNNNNNN/``, ``best.json`` and ``logs/rankN/status.json``.
 """
 
 from __future__ import annotations
@@ -72,6 +72,18 @@ class RunFolder:
         """What ``best.json`` marks, or None."""
         path = self.training / "best.json"
         return read_json(path) if path.exists() else None
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """What each rank told last, by rank; those of the newest start, without files that are just being written."""
+        told: list[dict[str, Any]] = []
+        for path in self.training.glob("logs/rank*/status.json"):
+            try:
+                told.append(json.loads(path.read_bytes()))
+            except ValueError:
+                continue
+        newest = max(told, key=lambda state: state["time"], default=None)
+        states = [state for state in told if newest is not None and state["job"] == newest["job"]]
+        return sorted(states, key=lambda state: state["rank"])
 
     def evaluation(self) -> dict[str, Any] | None:
         """The report of dflash2-eval, or None."""

@@ -33,10 +33,10 @@ from data_gen.cache.reader import CaptureReader
 from data_gen.cache.row_plan import Document, RowPlan, trainable
 from dflash2_train.app import register_schema
 from dflash2_train.blocks import build_blocks
+from dflash2_train.building import build_objective
 from dflash2_train.config import RunConfig, load_config
 from dflash2_train.data import CachedRows, PackedBatch, WindowLoader
 from dflash2_train.objective import Objective
-from dflash2_train.train import build_objective
 from dflash2_train.training_data import FirstSamples
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

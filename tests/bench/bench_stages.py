@@ -8,6 +8,8 @@ Every variant runs in a process of its own; variants alternate, the medians are 
 bare generation      all requests queued, ``engine.step()`` until none is left, answers dropped
 stage regenerate     prompts, ledger, rows, Parquet shards and all
 bare prefill         prompt and answer read with one token to write, nothing kept
+bare, and the head   the same, then the product of as many states as have a teacher with the head: a large part of a
+                     small model, a hundredth of a large one
 bare, with top-20    the same with vLLM's own ``prompt_logprobs=20``: logits of every token, as a teacher needs
 stage capture        taps, teacher of the supervised rows, checks, checksums and shards
 ===================  ==============================================================================================
@@ -32,7 +34,8 @@ from rich.console import Console
 from rich.table import Table
 
 GENERATION = ("bare generation", "stage regenerate")
-READING = ("bare prefill", "bare, with top-20", "stage capture")
+READING = ("bare prefill", "bare, and the head", "bare, with top-20", "stage capture")
+HEAD_ROWS = 256  # states a product
 
 
 class Silent:
@@ -124,7 +127,22 @@ def read(variant: str, config: Any) -> float:
     requests = [(row["row_id"], row["prompt_ids"] + row["completion_ids"], parameters.clone()) for row in rows]
     _, seconds = step_through(engine, requests)
     vllm_engine._stop(engine)
+    if variant == "bare, and the head":
+        seconds += head_seconds(config.target, sum(len(row["completion_ids"]) for row in rows))
     return float(sum(len(ids) for _, ids, _ in requests) / seconds)
+
+
+def head_seconds(target: Any, states: int) -> float:
+    """Seconds of the products alone, bf16, with as many threads as the engine has."""
+    import torch
+
+    hidden = torch.randn(HEAD_ROWS, target.hidden_size).bfloat16()
+    head = torch.randn(target.vocab_size, target.hidden_size).bfloat16()
+    logits = hidden @ head.t()
+    started = time.monotonic()
+    for _ in range(-(-states // HEAD_ROWS)):
+        torch.mm(hidden, head.t(), out=logits)
+    return time.monotonic() - started
 
 
 def measure(variant: str, root: str, prompts: int, words: list[str], out: Any) -> None:

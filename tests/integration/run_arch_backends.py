@@ -1,7 +1,8 @@
 """vLLM's taps and teacher against the transformers backend's, for every architecture that this vLLM can run.
 
 Each engine runs in a process of its own, as vLLM binds what it runs in; one that does not start is skipped with the
-last line of its error. Prints a table and exits with 1 if an architecture that runs does not agree. A few minutes.
+last line of its error. Prints a table and exits with 1 if an architecture that runs does not agree, or none runs. A few
+minutes.
 
 Usage: python -m tests.integration.run_arch_backends [NAME ...]
 """
@@ -19,7 +20,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from data_gen.backends.base import CaptureRequest, states_fault
-from dflash2_train.config import DataConfig, TargetConfig
+from dflash2_train.config import DataConfig, SamplingConfig, TargetConfig
 from tests.architectures import LAYERS, OTHERS, SERVED, TARGETS, write_architecture
 from tests.toy_target import WORDS
 
@@ -70,6 +71,7 @@ def compare(folder: Path) -> dict[str, Any]:
         max_num_seqs=3,
         kv_cache_gib=0.25,
         teacher_top_k=8,
+        sampling=SamplingConfig(max_tokens=16),
     )
     from data_gen.backends.vllm_engine import VllmCapturer
 
@@ -132,17 +134,18 @@ def main() -> int:
     if sys.argv[1:2] == ["--one"]:
         say(json.dumps(compare(Path(sys.argv[2]))))
         return 0
-    bad = 0
+    bad = ran = 0
     with tempfile.TemporaryDirectory() as root:
         for name in sys.argv[1:] or [*TARGETS, *OTHERS]:
             figures = run_child(name, Path(root))
             if "skipped" in figures:
                 say(f"{name:12} skipped: {figures['skipped']}")
                 continue
+            ran += 1
             fine = "failed" not in figures and agrees(figures)
             bad += not fine
             say(f"{name:12} {'agrees' if fine else 'DIFFERS'}: {figures}")
-    return 1 if bad else 0
+    return 1 if bad or not ran else 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dflash2_train.config import TrainConfig, UserError
+from dflash2_train.config import GuardConfig, TrainConfig, UserError
 from dflash2_train.engine import AVERAGE, MASTERS, MOMENTS, TrainEngine, start_ranks, stop_ranks
 from dflash2_train.optimizer import parameter_groups
 from dflash2_train.schedules import rate_factor
@@ -234,7 +234,7 @@ def load(folder: Path, stage: int, dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    start_ranks()
+    start_ranks(GuardConfig())
     for stage, dtype in CASES:
         (save if sys.argv[2] == "save" else load)(Path(sys.argv[1]) / f"{stage}-{dtype}", stage, dtype)
     stop_ranks()

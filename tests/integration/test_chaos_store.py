@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.chaos_store import chaos_run
+from tests.chaos.store import chaos_run
 
 RUNS = 20
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from data_gen.cli import gen_data
 from dflash2_train.config import RunConfig, load_config, to_plain
 from dflash2_train.tracker import read_metrics
 from tests.cases import tiny_run_config, without_clock
+from tests.integration.launch import finish as finish_ranks
+from tests.integration.launch import start_ranks_of
 from tests.tiny_target import EOS, save_tiny_llama
 
 STEPS, PROMPT, CONVERSATIONS = 6, 4, 24
@@ -183,6 +186,26 @@ def test_killed_on_both_sides_and_started_again_a_stream_still_equals_the_cache(
     assert "continuing from step" in finish(start(config, tmp_path, "run_training"))
     finish(producer)
     same(cached, config)
+
+
+@pytest.mark.slow
+def test_a_capture_worker_that_dies_is_replaced_and_two_ranks_train_to_the_same_curve(
+    base: RunConfig, cached: RunConfig, tmp_path: Path
+) -> None:
+    config = variant(base, tmp_path, mode="stream", stage="stream")
+    config.data.stream.workers, config.train.rows = 1, 1
+    producer = start(config, tmp_path, "run_gen_data")
+    claims, segments = tmp_path / "ring" / "claims", tmp_path / "ring" / "segments"
+    wait_for(lambda: list(segments.glob("segment-*")), producer)
+    children = Path(f"/proc/{producer.pid}/task/{producer.pid}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGKILL)
+    path = tmp_path / "two.json"
+    path.write_text(json.dumps(to_plain(config)))
+    finish_ranks(start_ranks_of("tests.integration.run_training", [str(path)], 2))
+    assert "capture worker 0 died of SIGKILL (1 of 20 times)" in re.sub(r"\s+", " ", finish(producer))
+    assert list(claims.iterdir()) == []
+    for one, two in zip(curve(cached), curve(config), strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -34,6 +34,15 @@ def test_a_users_fault_is_one_line_on_stderr_and_exit_2(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "error: data.root=x: is empty. Fill it.\n"
 
 
+def test_a_fault_behind_which_one_starts_again_has_an_exit_code_of_its_own() -> None:
+    class LostError(UserError):
+        exit_code = 75
+
+    assert raising(LostError("rank 1 is gone.")) == 75
+    LostError.exit_code = 1  # for a bug of another rank; its traceback is shown there
+    assert raising(LostError("rank 1 ended.")) == 1
+
+
 def test_a_full_disk_is_a_users_fault(capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(OSError(errno.ENOSPC, "No space left on device", "shard-00001")) == EXIT_FAULT
     assert "No space left on device" in capsys.readouterr().err

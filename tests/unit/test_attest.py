@@ -266,21 +266,20 @@ def test_all_failed_gates_are_told_at_once_and_stand_in_the_table_and_the_record
 def test_the_run_writes_the_verdicts_before_it_refuses(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dflash2_train import engine
+    from dflash2_train import admission
     from dflash2_train.config import UserError
-    from dflash2_train.train import attest_cache
 
     told: list[bool] = []
-    monkeypatch.setattr(engine, "first_rank_says", lambda flag: told.append(flag) or flag)
+    monkeypatch.setattr(admission, "first_rank_says", lambda flag: told.append(flag) or flag)
     limited = with_limits(config, min_agreement=1.0)
     with pytest.raises(CacheIntegrityError, match="labels"):
-        attest_cache(limited, tmp_path, reader_of(config), rank=0)
+        admission.attest_cache(limited, tmp_path, reader_of(config), rank=0)
     assert json.loads((tmp_path / "attestation.json").read_text())["passed"] is False
     with pytest.raises(UserError, match="first rank refused"):
-        attest_cache(limited, tmp_path, reader_of(config), rank=1)
+        admission.attest_cache(limited, tmp_path, reader_of(config), rank=1)
     broken = dataclasses.replace(config, target=dataclasses.replace(config.target, name=str(tmp_path / "nowhere")))
     with pytest.raises(ConfigError):
-        attest_cache(broken, tmp_path, reader_of(config), rank=0)
+        admission.attest_cache(broken, tmp_path, reader_of(config), rank=0)
     assert told == [False, False, False], "the other ranks hear of an error too"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from dflash2_train.config import RunConfig
-from dflash2_train.train import window_block_size
+from dflash2_train.window_step import window_block_size
 
 
 def test_random_short_blocks_take_every_size_alike_and_leave_the_share_of_whole_ones(tiny_config: RunConfig) -> None:

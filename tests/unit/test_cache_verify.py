@@ -169,6 +169,20 @@ def test_a_wrong_line_of_a_sound_shard_is_a_fault_and_is_corrected_when_mending_
     assert CaptureReader(tmp_path).index[1].sample_id == "s0-1"
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_line_that_claims_another_shards_sample_costs_no_shard(tmp_path: Path, share: float, wrong: int) -> None:
+    samples = make_cache(tmp_path)
+    path = tmp_path / "index.jsonl"
+    lines = path.read_text().splitlines()
+    lines[wrong] = lines[wrong].replace(f'"s{wrong}-0"', f'"s{1 - wrong}-0"')  # as one flipped bit does
+    path.write_text("\n".join(lines) + "\n")
+    assert verify(tmp_path, verify_share=share).faults.keys() == {shard_name(wrong)}
+    mended = verify(tmp_path, verify_share=share, quarantine=True)
+    assert (mended.faults, mended.quarantined) == ({}, [])
+    assert [row.sample_id for row in CaptureReader(tmp_path).index] == [sample.sample_id for sample in samples]
+
+
 def test_a_crash_while_a_shard_is_set_aside_never_brings_it_back_unseen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

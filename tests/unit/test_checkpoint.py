@@ -28,7 +28,7 @@ from dflash2_train.checkpoint import (
 )
 from dflash2_train.config import RunConfig
 from dflash2_train.model.drafter import Drafter
-from dflash2_train.train import fingerprint
+from dflash2_train.run_state import fingerprint
 from tests.drafters import random_drafter
 from tests.engines import still
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dflash2_train.config import RunConfig, TrainConfig
 from dflash2_train.engine import build_deepspeed_config
-from dflash2_train.train import window_block_size
+from dflash2_train.window_step import window_block_size
 
 
 def settings(**changes: object) -> TrainConfig:

@@ -147,6 +147,32 @@ def test_showing_a_run_tells_command_code_figures_and_checkpoints(
         assert part in text, part
 
 
+def test_showing_a_run_tells_what_its_ranks_do_and_what_a_resume_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = make_run(tmp_path / "a")
+    state = {"job": 7, "step": 5, "doing": "stepping", "time": 1e9, "ended": ""}
+    told = [
+        state | {"rank": 1},
+        state | {"rank": 0, "ended": "rank 1 is gone"},
+        state | {"rank": 2, "job": 6, "time": 1},
+    ]
+    for one in told:
+        folder = root / "train" / "logs" / f"rank{one['rank']}"
+        folder.mkdir(parents=True)
+        (folder / "status.json").write_text(json.dumps(one).ljust(100))
+    (root / "train" / "logs" / "rank2" / "stacks.txt").write_text("")
+    record = json.loads((root / "train" / "run.json").read_text()) | {"changed": ["world_size: 2 -> 1"]}
+    (root / "train" / "run.attempt2.json").write_text(json.dumps(record))
+    assert run_command(["show", str(root)]) == 0
+    shown = capsys.readouterr().out
+    assert "ended" in shown
+    assert "behind step 5: rank 1 is gone" in shown
+    assert "stepping behind step 5, last sign of life" in shown
+    assert "world_size: 2 -> 1" in shown
+    assert "rank 2" not in shown
+
+
 def test_comparing_shows_the_settings_that_differ_and_no_names_of_folders(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

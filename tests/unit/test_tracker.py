@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +70,24 @@ def test_ranks_other_than_the_first_never_start_a_tracker(tmp_path: Path) -> Non
     train = make_train(wandb="online", tensorboard=True)
     assert isinstance(opened(train, tmp_path, first_rank=False), NullTracker)
     assert isinstance(opened(make_train(), tmp_path), NullTracker)
+
+
+def test_a_resumed_run_goes_on_under_its_own_id_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[dict[str, Any]] = []
+    logged: list[tuple[dict[str, float], int]] = []
+    module = ModuleType("wandb")
+    run = SimpleNamespace(log=lambda values, step: logged.append((values, step)), finish=lambda: None)
+    errors = SimpleNamespace(UsageError=ValueError, CommError=ConnectionError, Error=RuntimeError)
+    stub = {"init": lambda **given: starts.append(given) or run, "Settings": dict, "errors": errors}
+    for name, value in stub.items():
+        setattr(module, name, value)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    for _ in range(2):  # a start and a resume, which reads the id out of its checkpoint
+        tracker = opened(make_train(wandb="offline"), tmp_path)
+        tracker.log({"loss": 2.0}, 5)
+        tracker.finish()
+    assert [(start["id"], start["resume"], start["mode"]) for start in starts] == [("r", "allow", "offline")] * 2
+    assert logged == [({"loss": 2.0}, 5)] * 2
 
 
 class StubWriter:

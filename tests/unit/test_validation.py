@@ -15,8 +15,8 @@ from data_gen.cache.format import CacheIntegrityError
 from data_gen.cache.row_plan import Document
 from dflash2_train.config import ConfigError, RunConfig
 from dflash2_train.metrics import MetricSums
+from dflash2_train.run_state import Progress
 from dflash2_train.runner.outcome import LENGTH, STOP, GenerationResult, Round, Timings
-from dflash2_train.train import Progress
 from dflash2_train.training_data import CachedData, open_training_data
 from dflash2_train.validation.captures import Captures, open_captures
 from dflash2_train.validation.decode import (

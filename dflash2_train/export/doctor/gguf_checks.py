@@ -9,9 +9,10 @@ import torch
 
 from dflash2_train.export.doctor.findings import ERROR, LLAMA_CPP, WARNING, Examination, Finding, errors_first
 from dflash2_train.export.doctor.gguf_file import ARCHITECTURE, GGUF_CHECKS, SIZES, OpenedGguf
-from dflash2_train.export.doctor.opened import SECOND_KEYS, number
+from dflash2_train.export.doctor.opened import number
 from dflash2_train.export.doctor.target_facts import TargetFacts
 from dflash2_train.export.doctor.tensor_checks import LISTED, NEAR_ZERO
+from dflash2_train.export.published import SECOND_KEYS
 
 check = GGUF_CHECKS.check
 HERE = (LLAMA_CPP,)

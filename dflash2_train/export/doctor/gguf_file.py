@@ -12,9 +12,10 @@ from torch import Tensor
 
 from dflash2_train.config import UserError
 from dflash2_train.export.doctor.findings import Registry
-from dflash2_train.export.doctor.opened import NO_SECOND, SECOND_KEYS, SECOND_TENSORS, tensor_shape, whole
+from dflash2_train.export.doctor.opened import tensor_shape, whole
 from dflash2_train.export.doctor.target_facts import TargetFacts
 from dflash2_train.export.doctor.weights import PIECE_ELEMENTS, Figures, figures
+from dflash2_train.export.published import NO_SECOND, SECOND_KEYS, expected_tensors
 
 ARCHITECTURE = "dflash"
 SIZES = (
@@ -137,8 +138,6 @@ class OpenedGguf:
     @cached_property
     def expected(self) -> dict[str, tuple[int, ...]] | None:
         """Name -> shape in torch's order of exactly the tensors that belong here; None where keys do not give them."""
-        from dflash2_train.model.drafter import Drafter
-
         hidden, layers, heads, kv_heads, head_dim, intermediate = map(self.number, SIZES)
         second = [self.number(key) for key in SECOND_KEYS] if self.is_second else list(NO_SECOND)
         shape = tensor_shape(
@@ -146,12 +145,8 @@ class OpenedGguf:
         )
         if shape is None:
             return None
-        published = Drafter.expected_tensors(shape).items()
-        return {
-            gguf_name(name): size
-            for name, size in published
-            if self.is_second or not any(part in name for part in SECOND_TENSORS)
-        }
+        published = expected_tensors(shape, 2 if self.is_second else 1)
+        return {gguf_name(name): size for name, size in published.items()}
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The values in float32, some rows at a time; quantised ones as llama.cpp would read them."""

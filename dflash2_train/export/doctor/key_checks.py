@@ -19,7 +19,8 @@ from dflash2_train.export.doctor.findings import (
     WARNING,
 )
 from dflash2_train.export.doctor.known_keys import NESTED, NESTED_ONLY, TOP
-from dflash2_train.export.doctor.opened import DRAFTER_CHECKS, FIRST_ARCHITECTURE, SECOND_KEYS, OpenedDrafter, whole
+from dflash2_train.export.doctor.opened import DRAFTER_CHECKS, OpenedDrafter, whole
+from dflash2_train.export.published import FIRST_ARCHITECTURE, SECOND_KEYS
 from dflash2_train.model.drafter_config import ARCHITECTURE, MODEL_TYPE
 
 check = DRAFTER_CHECKS.check
@@ -40,7 +41,7 @@ TOP_WHOLE = (
     group="kind",
     rule="the published layout nests everything of DFlash in dflash_config",
     servers=(SGLANG, LLAMA_CPP, REFERENCE, RUNNER),
-    next_step="Convert it: only vLLM reads this package's flat layout, and it drops output scale and soft cap",
+    next_step="dflash2-export convert makes a drafter of it that all read; only vLLM reads this package's flat layout",
 )
 def _speculators(drafter: OpenedDrafter) -> Iterator[str]:
     kind = drafter.config.get("speculators_model_type")

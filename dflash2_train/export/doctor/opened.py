@@ -18,12 +18,9 @@ from dflash2_train.export.doctor.mask_file import MaskFile, read_mask_file
 from dflash2_train.export.doctor.target_facts import TargetFacts
 from dflash2_train.export.doctor.weights import Weights
 from dflash2_train.export.payload import MASK, RECORD, TOOL, read_json
+from dflash2_train.export.published import NO_SECOND, SECOND_KEYS, expected_tensors
 from dflash2_train.model.drafter_config import ARCHITECTURE, DrafterShape
 
-FIRST_ARCHITECTURE = "DFlashDraftModel"  # the method's first version: no convolution, no selector
-SECOND_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-SECOND_TENSORS = ("attention_conv", "mlp_conv", "candidate_selector")
-NO_SECOND = (1, 1, 1, 2)  # stands in for SECOND_KEYS where there are none; the tensors they shape are left out
 SIZE_KEYS = (
     "hidden_size",
     "num_hidden_layers",
@@ -154,15 +151,8 @@ class OpenedDrafter:
     @cached_property
     def expected_tensors(self) -> dict[str, tuple[int, ...]] | None:
         """Name -> shape of exactly the published tensors, or None where the configuration does not give them."""
-        from dflash2_train.model.drafter import Drafter
-
         shape = self._tensor_shape()
-        if shape is None:
-            return None
-        expected = Drafter.expected_tensors(shape)
-        if self.is_second:
-            return expected
-        return {name: size for name, size in expected.items() if not any(part in name for part in SECOND_TENSORS)}
+        return None if shape is None else expected_tensors(shape, 2 if self.is_second else 1)
 
     def _tensor_shape(self) -> DrafterShape | None:
         second = [whole(self.nested.get(key)) for key in SECOND_KEYS] if self.is_second else list(NO_SECOND)

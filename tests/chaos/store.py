@@ -1,6 +1,6 @@
 """Break a capture cache at random, mend it with the tools a user has, and see that nothing is lost, twice or silent.
 
-``python -m tests.integration.chaos_store [--runs 200] [--seed 0] [--folder DIR]``
+``python -m tests.chaos.store [--runs 200] [--seed 0] [--folder DIR]``
 
 One run, seeded: writer processes fill a cache (bf16 or fp8) while they are killed with SIGKILL at random moments, two
 at a time on the same shards in half of the runs; in some runs the disk is full first (a small tmpfs where

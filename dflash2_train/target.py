@@ -160,7 +160,8 @@ class TargetTensors:
 
     def _name_to_file(self) -> dict[str, str]:
         if (self._folder / WEIGHT_INDEX).is_file():
-            return {str(name): str(file) for name, file in _read_json(self._folder / WEIGHT_INDEX)["weight_map"].items()}
+            listed = _read_json(self._folder / WEIGHT_INDEX)["weight_map"]
+            return {str(name): str(file) for name, file in listed.items()}
         paths = sorted(self._folder.glob("*.safetensors"))
         if not paths and not _is_local(self._target):
             paths = [self._locate("model.safetensors")]

@@ -65,7 +65,7 @@ class TensorFile:
         return values.reshape(shape)
 
     def _fill(self, name: str, values: Tensor, start: int, end: int) -> None:
-        data = memoryview(values.view(torch.uint8).numpy())
+        data = values.view(torch.uint8).numpy().data
         try:
             with open(self.path, "rb", buffering=0) as file:
                 if start - self._hashed <= MAX_GAP_BYTES:

@@ -24,7 +24,8 @@ from dflash2_train.config import RunConfig, absolute
 
 COUNTED, MEASURED, PROBED, ESTIMATED, ASSUMED = "counted", "measured", "probe", "estimated", "assumed"
 WEIGHT_BYTES = 2  # bf16
-TRAIN_BYTES = 2 + 2 + 12  # bf16 weight and gradient, fp32 master and two moments; ZeRO-1 divides the last by the ranks
+# bf16 weight and gradient and the fp32 sum of gradients; fp32 master and two moments, which ZeRO-1 divides by the ranks
+WHOLE_BYTES, SHARED_BYTES = 2 + 2 + 4, 12
 MEMORY_SHARE = 0.9  # of a device that weights may take before it counts as not fitting
 MIB = 2**20
 UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -263,10 +264,10 @@ def find_fits(config: RunConfig, cache_bytes: float) -> list[Fit]:
         ),
         Fit(
             what="drafter with optimizer state, a device",
-            needed=drafter * (4 + 12 / hardware.devices),
+            needed=drafter * (WHOLE_BYTES + SHARED_BYTES / hardware.devices),
             available=room,
             unit="B",
-            advice="raise train.zero_stage or add devices; activations come on top",
+            advice="raise train.zero_stage or add devices; dflash2-train plan=true tells the rest",
         ),
     ]
     if target.num_parameters is not None:

@@ -12,7 +12,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import hydra
@@ -87,8 +87,16 @@ def run_guarded(main: Callable[[RunConfig], int], composed: DictConfig) -> int:
     return guarded(lambda: main(load_config(composed)))
 
 
+def wants_sweep(words: Sequence[str]) -> bool:
+    """Whether a command line asks for several runs."""
+    return any(word in ("-m", "--multirun") for word in words)
+
+
 def run_app(job_name: str, main: Callable[[RunConfig], int]) -> None:
     """Entry of a console script: ``main`` gets the checked configuration and returns the exit code."""
+    if wants_sweep(sys.argv[1:]):
+        sys.stderr.write(f"error: {job_name} takes no --multirun; dflash2-train does, and ends with a table.\n")
+        sys.exit(EXIT_FAULT)
     register_schema()
 
     def task(composed: DictConfig) -> None:

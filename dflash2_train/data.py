@@ -18,9 +18,8 @@ from torch import Tensor
 from data_gen.cache.format import CapturedSample, CaptureManifest, IndexRow
 from data_gen.cache.row_plan import PlannedRow, RowPlan
 from dflash2_train.blocks import draw_anchors
+from dflash2_train.budgets import ANCHORS_MULTIPLE, TOKENS_MULTIPLE
 from dflash2_train.shapes import round_up
-
-TOKENS_MULTIPLE, ANCHORS_MULTIPLE = 64, 16  # see dflash2_train.shapes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,12 +30,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from dflash2_train.blocks import BlockBatch
 from dflash2_train.model.drafter_config import DrafterShape
+
+if TYPE_CHECKING:  # torch is loaded by what counts tensors: a plan needs the table's formulas alone
+    from torch import Tensor
+
+    from dflash2_train.blocks import BlockBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,6 @@ class StepWork:
 WORK_NAMES = ("tokens", "blocks", "slots", "labels", "pairs")
 
 
-@torch.no_grad()
 def count_work(document_ids: Tensor, blocks: BlockBatch, shape: DrafterShape) -> Tensor:
     """The figures of :class:`StepWork` for one micro-batch, fp64 [5] on its device; never waits for a GPU.
 
@@ -66,6 +67,8 @@ def count_work(document_ids: Tensor, blocks: BlockBatch, shape: DrafterShape) ->
         blocks: cut from them.
         shape: of the drafter, for the layers' windows.
     """
+    import torch
+
     count = blocks.block_valid.sum()
     figures = (
         (document_ids >= 0).sum(),
@@ -83,6 +86,8 @@ def visible_pairs(blocks: BlockBatch, shape: DrafterShape) -> Tensor:
     The rule of ``masks``: in its own document slot i of a block at position a sees the a positions before the anchor,
     or those of them that are less than a window before a + i, and the W slots of its block.
     """
+    import torch
+
     width = blocks.block_ids.shape[-1]
     anchors = blocks.block_position_ids[..., :1].expand(-1, -1, width)  # [B, A, W]
     slots = torch.arange(width, device=anchors.device)

@@ -23,49 +23,21 @@ import torch
 from torch import nn
 
 from dflash2_train.config import TrainConfig
-
-GAINS = ("norm.weight", "base_kernel")  # elementwise factors; "norm.weight" ends every norm's name
-GROUPS = ("matrices", "conv", "selector", "codebooks", "gains", "mask_embedding")
-DECAYING = ("matrices", "conv", "selector")
-
-
-def group_of(name: str) -> str:
-    """The group that a parameter's name belongs to."""
-    if name.endswith("mask_embedding"):
-        return "mask_embedding"
-    if name.endswith(GAINS):
-        return "gains"
-    if name.endswith("_codebook"):
-        return "codebooks"
-    if name.endswith("candidate_selector.hidden_projection.weight"):
-        return "selector"
-    return "conv" if name.endswith("kernel_projection.weight") else "matrices"
+from dflash2_train.parameter_groups import DECAYING, grouped, rate_scales
 
 
 def parameter_groups(module: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
     """Optimizer groups in the order of the table above; empty ones are left out."""
-    scales = {
-        "matrices": 1.0,
-        "conv": train.conv_lr_scale,
-        "selector": train.selector_lr_scale,
-        "codebooks": train.selector_lr_scale,
-        "gains": train.gain_lr_scale,
-        "mask_embedding": train.mask_lr_scale,
-    }
-    members: dict[str, list[nn.Parameter]] = {name: [] for name in GROUPS}
-    for name, parameter in module.named_parameters():
-        group = group_of(name)
-        plain = group in DECAYING and scales[group] == 1.0
-        members["matrices" if plain else group].append(parameter)
+    scales = rate_scales(train)
+    named = dict(module.named_parameters())
     return [
         {
-            "params": parameters,
+            "params": [named[member] for member in members],
             "lr": train.lr * scales[name],
             "weight_decay": train.weight_decay if name in DECAYING else 0.0,
             "name": name,
         }
-        for name, parameters in members.items()
-        if parameters
+        for name, members in grouped(named, train).items()
     ]
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 # Settings that may change between two starts of one run: they shape where and how often, not what is learned.
 FREE_TO_CHANGE = (
     "output_dir",
+    "plan",
     "save_every",
     "keep_checkpoints",
     "log_every",

@@ -12,12 +12,9 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-ROWS_MULTIPLE = 32  # of supervised slots, in products with the head and the selector's projection
+from dflash2_train.budgets import ROWS_MULTIPLE, round_up
 
-
-def round_up(size: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is not below ``size``."""
-    return -(-size // multiple) * multiple
+__all__ = ["ROWS_MULTIPLE", "padded_rows", "round_up"]
 
 
 def padded_rows(tensor: Tensor) -> Tensor:

@@ -11,10 +11,12 @@ import contextlib
 import logging
 import os
 import secrets
+import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dflash2_train.app import guarded, wants_sweep
 from dflash2_train.config import RunConfig, absolute
 from dflash2_train.launching import Command, run_launched, without_ranks
 from dflash2_train.run_control import EXIT_STOPPED, StopRequest, only_run_in, prepare_folder, rank_folder
@@ -27,7 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 def train(config: RunConfig) -> int:
-    """Run or continue the training of ``config`` and export its result."""
+    """Run or continue the training of ``config`` and export its result; or only plan it."""
+    if config.train.plan:
+        from dflash2_train.planning.command import plan_training
+
+        return plan_training(config)
     from dflash2_train.admission import check_captures
     from dflash2_train.checkpoint import check_resumable, newest_checkpoint
     from dflash2_train.export.run import check_exportable
@@ -122,13 +128,28 @@ def export_result(config: RunConfig) -> int:
         return evaluate(config)
 
 
+def sweep(words: list[str]) -> int:
+    """Train every combination of values that ``words`` name, each in a process of its own."""
+    from dflash2_train.sweep.run import run_sweep
+
+    return run_sweep(words, stopped_code=EXIT_STOPPED)
+
+
 def main() -> None:
-    """Entry of the console script ``dflash2-train``."""
+    """Entry of the console script ``dflash2-train``; with ``--multirun``, of a sweep.
+
+    ``plan=true``, no option of that group, is a short form of ``train.plan=true``.
+    """
+    sys.argv[1:] = ["train.plan=true" if word == "plan=true" else word for word in sys.argv[1:]]
+    words = sys.argv[1:]
+    if wants_sweep(words):
+        sys.exit(guarded(lambda: sweep(words)))
     run_launched(
         Command(
             name="dflash2-train",
             module="dflash2_train.train",
             main=train,
+            single=lambda config: config.train.plan,
             folder=lambda config: absolute(config.train.output_dir),
         )
     )

@@ -26,6 +26,7 @@ from dflash2_train.config.sampling import SamplingConfig
 from dflash2_train.config.served import EvalServerConfig, EvalTaskConfig, GateConfig
 from dflash2_train.config.store import StoreConfig
 from dflash2_train.config.stream import StreamConfig
+from dflash2_train.config.sweep import EvalSweepConfig
 from dflash2_train.config.target import TargetConfig
 from dflash2_train.config.train import ATTENTION_PATHS, TrainConfig
 from dflash2_train.config.validation import ValidationConfig
@@ -39,6 +40,7 @@ __all__ = [
     "DrafterConfig",
     "EvalConfig",
     "EvalServerConfig",
+    "EvalSweepConfig",
     "EvalTaskConfig",
     "ExportConfig",
     "GGUF_TYPES",

@@ -39,8 +39,8 @@ class DataConfig(GenerationConfig):
     mode: str = "cache"  # cache: all states on disk first; stream: captured while training, through a ring
     stream: StreamConfig = field(default_factory=StreamConfig)
     max_prompt_tokens: int = MISSING  # longer prompts are dropped and counted
-    teacher_top_k: int = 20
-    conversations_per_shard: int = 128
+    teacher_top_k: int = 20  # T: most likely tokens of the target that are stored for each position
+    conversations_per_shard: int = 128  # rows a file; a shard of states is held in memory before it is written
     max_num_seqs: int = 96  # requests in flight inside the engine
     kv_cache_gib: float = 2.0  # vLLM on CPU: memory for its KV cache
     gpu_memory_utilization: float = 0.9  # vLLM on GPU

@@ -16,26 +16,26 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 class DrafterConfig:
     """Shape of the DFlash 2 drafter. Published field names (config.json) win where there is one."""
 
-    num_layers: int = MISSING
-    num_heads: int = MISSING
-    num_kv_heads: int = MISSING
-    head_dim: int = MISSING
-    intermediate_size: int = MISSING
+    num_layers: int = MISSING  # drafter layers, L
+    num_heads: int = MISSING  # query heads
+    num_kv_heads: int = MISSING  # key and value heads
+    head_dim: int = MISSING  # features of a head
+    intermediate_size: int = MISSING  # inner features of an MLP
     block_size: int = 8  # W: the anchor and K = W - 1 drafted tokens
     target_layer_ids: list[int] = MISSING  # taps: 0-based target layers, ascending and unique
     mask_token_id: int = MISSING  # an existing, never generated row of the target's embedding
     layer_types: list[str] = field(default_factory=list)  # one per layer; empty = all full attention
-    sliding_window: int | None = None  # W of sliding layers, the current token counted
-    conv_kernel_size: int = 2
-    conv_group_size: int = 16
-    selector_rank: int = 256
+    sliding_window: int | None = None  # tokens that a sliding layer sees, its own counted
+    conv_kernel_size: int = 2  # slots that a convolution sees, its own counted
+    conv_group_size: int = 16  # neighbouring features that share a kernel
+    selector_rank: int = 256  # R: features of a codebook entry
     selector_top_k: int = 16  # C: candidates a position
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5  # of every norm
+    rope_theta: float = 10000.0  # base of the rotary embedding, the drafter's own
     max_position_embeddings: int = MISSING  # at least the target's served context
-    output_multiplier: float = 1.0
-    final_logit_softcapping: float | None = None
-    initializer_range: float = 0.02
+    output_multiplier: float = 1.0  # factor on the unary logits, as the target has on its own
+    final_logit_softcapping: float | None = None  # c of c * tanh(logit / c), as the target has; None = none
+    initializer_range: float = 0.02  # standard deviation of random weights
 
     @property
     def num_drafted(self) -> int:

@@ -9,31 +9,34 @@ from omegaconf import MISSING
 from dflash2_train.config.drafter import DrafterConfig
 from dflash2_train.config.rules import DTYPES, require
 from dflash2_train.config.served import EvalServerConfig, EvalTaskConfig, GateConfig
+from dflash2_train.config.sweep import EvalSweepConfig
 
 MODES = ("runner", "server")
+SERVER_SWEEP = "Start a server with each K and measure each under a label of its own."
 
 
 @dataclass(kw_only=True)
 class EvalConfig:
     """A measurement with the built-in runner, or of a running server."""
 
-    output_dir: str = MISSING
+    output_dir: str = MISSING  # folder of results, reports and plots
     mode: str = "runner"  # runner: built in; server: eval.server.url
     drafter: str | None = None  # exported folder; None = export.output_dir
-    max_new_tokens: int = MISSING
+    max_new_tokens: int = MISSING  # answer tokens a prompt, at most
     max_prompts: int | None = None  # of the hold-out, and of each task that names no number of its own
     num_drafted: int | None = None  # K; None = the drafter's block_size - 1
     temperature: float = 0.0  # runner: of the extra sampled pass, 0 = greedy only; server: of every request
-    top_p: float = 1.0
+    top_p: float = 1.0  # of sampling; 1 = off
     top_k: int = 0  # 0 = off
     min_p: float = 0.0  # 0 = off
     draft_sampling: str = "argmax"  # argmax | selector: how proposals are made when temperature > 0
     dtype: str = "float32"  # greedy equality is exact in fp32
     baseline: bool = True  # plain decoding of the same prompts, for equality and speed
-    seed: int = 0
+    seed: int = 0  # of sampling
     pack_weights: bool = True  # on a CPU with oneDNN: lay linear weights out for it, for both decoders
     spread_target: bool = False  # one target over all visible GPUs, by accelerate's device map
-    tasks: list[EvalTaskConfig] = field(default_factory=list)  # mode=server; empty = the experiment's hold-out
+    tasks: list[EvalTaskConfig] = field(default_factory=list)  # empty = the experiment's hold-out
+    sweep: EvalSweepConfig = field(default_factory=EvalSweepConfig)  # mode=runner: several K and temperatures
     server: EvalServerConfig = field(default_factory=EvalServerConfig)
     gate: GateConfig = field(default_factory=GateConfig)
 
@@ -60,6 +63,8 @@ class EvalConfig:
         )
         if self.mode == "server":
             self.server.check()
+            require(not self.sweep.is_set, "eval.sweep", self.sweep, "needs eval.mode=runner", SERVER_SWEEP)
+        self.sweep.check(drafter.num_drafted)
         self._check_tasks()
         self.gate.check()
 

@@ -20,12 +20,12 @@ TABLES = ("embed_tokens", "lm_head")
 class ExportConfig:
     """The serve-ready folder."""
 
-    output_dir: str = MISSING
+    output_dir: str = MISSING  # the folder, replaced as a whole
     format: str = "hf"  # hf: the folder that vLLM, SGLang and the runner load; gguf: that, and files for llama.cpp
     checkpoint: str | None = None  # checkpoint folder, or best; None = the newest whole one of train.output_dir
     weights: str = "last"  # last: as trained; ema: their moving average (train.ema_decay); mean: of average_last
     average_last: int = 1  # checkpoints up to the chosen one that weights=mean averages, in fp32
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # of the tensors in the file
     max_shard_gib: float | None = None  # tensor bytes a file, 2^30; None = one file, which every server reads
     num_proposals: int | None = None  # tokens a round that the card tells servers to draft; None = all block_size - 1
     tables: list[str] = field(default_factory=list)  # of the target's to put in: embed_tokens, lm_head

@@ -17,7 +17,7 @@ class GgufConfig:
 
     output_dir: str | None = None  # None = export.output_dir with -gguf behind it
     source: str | None = None  # drafter folder to convert; None = the chosen checkpoint, exported as hf first
-    types: list[str] = field(default_factory=lambda: ["BF16", "Q8_0"])
+    types: list[str] = field(default_factory=lambda: ["BF16", "Q8_0"])  # of the matrices; one file each
     codebook_type: str | None = None  # of the selector's two codebooks; None = as the rest
     # token_embd of its own, with the learned mask vector in the mask token's row. own: always; target: never, the
     # target's table is used; auto: when the drafter has a learned mask vector, which llama.cpp reads nowhere else

@@ -18,10 +18,10 @@ class ServersConfig:
     model: str = ""  # the name under which every one of them serves the target
     concurrency: int = 64  # requests in flight, each server
     timeout_s: float = 1800.0  # one answer, queueing in the server included
-    connect_timeout_s: float = 10.0
+    connect_timeout_s: float = 10.0  # until a server takes the connection
     tries: int = 5  # of one request within a run; each waits longer than the one before
     backoff_s: float = 1.0  # before the second try, doubled from try to try
-    max_backoff_s: float = 60.0
+    max_backoff_s: float = 60.0  # that doubling ends here
     drop_after: int = 3  # failures in a row after which a server gets no more requests
     probe_every_s: float = 5.0  # how often a dropped server is asked whether it is back
     max_outage_s: float = 600.0  # all servers away for longer than this ends the run

@@ -15,20 +15,21 @@ _TIME = re.compile(r"(\d+-)?\d+(:\d{2}){0,2}")  # as sbatch takes it: minutes, M
 class SlurmConfig:
     """``launch=slurm``: what stands in the job's script."""
 
-    nodes: int = 1
+    nodes: int = 1  # machines of the job
     gpus_per_node: int = 8  # also the ranks a node, unless launch.ranks says otherwise; 0 = a cluster without
     cpus_per_task: int | None = None  # a node is one task; None = the cluster's rule
     time: str = "04:00:00"  # limit of one start; a run longer than this continues in the next
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
+    partition: str | None = None  # None = the cluster's default, as the next two
+    account: str | None = None  # who is billed
+    qos: str | None = None  # quality of service
     signal_s: int = 120  # SIGTERM so long before the limit: time to finish the step and save
     requeue: bool = True  # a run that was stopped in good order is queued again
+    lost_requeues: int = 3  # so often as well when ranks lost one another or stood still
     options: list[str] = field(default_factory=list)  # further #SBATCH options, as --mem=0
     setup: list[str] = field(default_factory=list)  # shell lines before the start, as `module load cuda`
 
     def check(self) -> None:
-        for key, least in (("nodes", 1), ("gpus_per_node", 0), ("signal_s", 1)):
+        for key, least in (("nodes", 1), ("gpus_per_node", 0), ("signal_s", 1), ("lost_requeues", 0)):
             value = getattr(self, key)
             require(
                 value >= least, f"launch.slurm.{key}", value, f"must be at least {least}", "Count what the cluster has."
@@ -63,7 +64,7 @@ class HostsConfig:
 
     file: str | None = None  # lines `host slots=N`; the first host runs rank 0 and is where the others meet
     ssh: list[str] = field(default_factory=lambda: ["ssh"])  # the program and its options, before the host
-    connect_timeout_s: int = 10
+    connect_timeout_s: int = 10  # until a host answers
     port: int = 29500  # on the first host
     environment: list[str] = field(default_factory=list)  # names of variables of this shell that the hosts get
 

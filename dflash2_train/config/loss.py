@@ -16,21 +16,23 @@ IMPLEMENTATIONS = ("auto", "torch", "triton")
 
 @dataclass(kw_only=True)
 class LossConfig:
-    """Weights of the objective; formulas in DESIGN terms are at the top of the package ``losses``."""
+    """Weights of the objective; formulas stand at the top of ``losses/__init__.py``."""
 
     position_weights: str = "decay"  # decay: exp(-(k - 1) / gamma); dpace: from the drafter's own confidence
-    gamma: float = 6.5  # w_k = exp(-(k - 1) / gamma)
+    gamma: float = 6.5  # slot k weighs exp(-(k - 1) / gamma): a small one looks at the first slots
     gamma_end: float | None = None  # gamma goes there in a straight line over the run; None = stays
     dpace_alpha: float = 0.5  # 0 = sensitivity of the expected accepted length, 1 = (K - k + 1)
-    ce_weight: float = 1.0
-    kl_weight: float = 1.0  # beta
-    kl_kind: str = "tail_bucket"
-    selector_weight: float = 1.0
+    ce_weight: float = 1.0  # of the cross-entropy on the token of the text
+    kl_weight: float = 1.0  # beta: of the divergence from the target's own distribution
+    kl_kind: str = "tail_bucket"  # the form of that divergence, see losses/divergence.py
+    selector_weight: float = 1.0  # of the selector's cross-entropy over the candidates
     selector_ramp: float = 0.001  # share of the steps over which the selector's weight rises from 0
     selector_denominator: str = "window"  # window: that of the unary loss; hits: slots that hold their data token
-    missing_candidate: str = "mask"  # curriculum: inject over the first inject_share of the run, then mask
-    inject_share: float = 0.1
-    detach_unary: bool = False
+    # A slot whose token is not among the candidates. mask: the selector is not trained on it; inject: the token takes
+    # the last place; curriculum: inject over the first inject_share of the run, then mask.
+    missing_candidate: str = "mask"
+    inject_share: float = 0.1  # share of the steps, see missing_candidate
+    detach_unary: bool = False  # the selector's loss does not reach the unary logits
     sampled_predecessor: float = 0.0  # probability that the selector trains on the drafter's own predecessor
     sampled_predecessor_ramp: float = 0.5  # share of the run over which that probability rises from 0
     served_anchor_share: float = 0.0  # share of the anchors moved to where a server would start a block

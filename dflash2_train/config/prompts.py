@@ -46,7 +46,7 @@ class PromptSourceConfig:
     min_chars: int = 0  # of all turns together
     max_chars: int | None = 200_000  # keeps megabytes of junk away from the tokenizer
     min_words: int = 0  # words stand between white space
-    max_words: int | None = None
+    max_words: int | None = None  # of all turns together; None = no limit
     holdout_share: float = 0.0  # split by content hash: holdout_prompts takes this share, train_prompts the rest
 
     license: str = ""  # licence of every row, where rows do not name their own

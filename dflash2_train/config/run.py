@@ -27,7 +27,7 @@ class RunConfig:
     """Everything that one experiment fixes."""
 
     name: str = MISSING  # experiment name, names the run folder
-    run_dir: str = "runs/${name}"
+    run_dir: str = "runs/${name}"  # folder of everything that the commands write, as far as the groups place it
     stage: str = "all"  # dflash2-gen-data only
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)

@@ -13,12 +13,12 @@ from dflash2_train.config.rules import require
 class SamplingConfig:
     """How the target writes. Every field is sent with every request and recorded with every row."""
 
-    temperature: float = 1.0
-    top_p: float = 0.95
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 0.95  # mass of the most likely tokens that are drawn from; 1 = off
     top_k: int = 0  # 0 = off
     min_p: float = 0.0  # 0 = off
-    presence_penalty: float = 0.0  # 0 = off, as the next one
-    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0  # 0 = off
+    frequency_penalty: float = 0.0  # 0 = off
     repetition_penalty: float = 1.0  # 1 = off
     max_tokens: int = MISSING  # completion tokens at most
     seed: int = 0  # row seeds derive from (seed, prompt_id, repeat, turn)

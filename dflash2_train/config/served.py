@@ -66,10 +66,10 @@ class EvalServerConfig:
     flags: str = ""  # how the server was started; read from the server where it tells
     api_key_env: str | None = None  # name of the environment variable that holds the key
     warm_up: int = 0  # requests before each measurement, at its concurrency; 0 = as many as the concurrency
-    warm_up_tokens: int = 32
+    warm_up_tokens: int = 32  # answer tokens of each of them
     cold_prefix_cache: bool = True  # no request finds another one's prompt in the prefix cache
     timeout_s: float = 1800.0  # of one request
-    connect_timeout_s: float = 10.0
+    connect_timeout_s: float = 10.0  # until the server takes the connection
     tries: int = 1  # of one request; every further try is counted and shown
     backoff_s: float = 1.0  # before a further try, doubled each time
     max_failed_share: float = 0.0  # of the requests of a measurement; more fails the command

@@ -15,10 +15,10 @@ class StoreConfig:
 
     dtype: str = "bfloat16"  # bfloat16 | float8_e4m3 (half the bytes; one factor a token and tap)
     verify_share: float = 1.0  # share of the shards that stage=verify reads, drawn by verify_seed
-    verify_seed: int = 0
+    verify_seed: int = 0  # of that draw; another one reads other shards
     quarantine: bool = False  # stage=verify moves faulty shards aside, and stage=capture makes them again
-    max_damaged: int = 2  # faulty shards that quarantine takes without asking further,
-    max_damaged_share: float = 0.01  # or this share of those read, if that is more; beyond it nothing is moved
+    max_damaged: int = 2  # faulty shards that quarantine takes without asking further; see max_damaged_share
+    max_damaged_share: float = 0.01  # of the shards read, if that is more than max_damaged; beyond it nothing is moved
 
     def check(self) -> None:
         name = "data.store"

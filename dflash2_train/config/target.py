@@ -18,10 +18,10 @@ class TargetConfig:
     dtype: str = "bfloat16"  # weights during regenerate and capture
     trust_remote_code: bool = False  # running code from a model repository is opt-in
     license: str = MISSING  # stated in the card of every export
-    # Declared shapes, checked against the model's own config.json when it is opened.
-    hidden_size: int = MISSING
-    num_layers: int = MISSING
-    vocab_size: int = MISSING
+    architecture: str | None = None  # model_type of config.json; +scale=tiny builds a small random one of it
+    hidden_size: int = MISSING  # H, checked against the model's own config.json when it is opened, as the next two
+    num_layers: int = MISSING  # decoder layers
+    vocab_size: int = MISSING  # V: rows of the embedding, which may be more than the tokenizer has tokens
     num_parameters: float | None = None  # weights in all, for plans; None = no estimate from peaks
     num_active_parameters: float | None = None  # weights a token meets; None = all of them
     tensor_parallel_size: int = 1  # GPUs for one copy of the target inside vLLM

@@ -20,29 +20,30 @@ SCHEDULES = ("cosine", "linear", "wsd")
 class TrainConfig:
     """Optimisation, batching, checkpoints."""
 
-    output_dir: str = MISSING
+    output_dir: str = MISSING  # folder of checkpoints, metrics.jsonl and run.json
+    plan: bool = False  # only show what a step would take and whether it fits, from shapes alone
     steps: int = MISSING  # optimizer steps of the whole run
-    seed: int = 0
+    seed: int = 0  # of weights, order of the data, anchors and block sizes
     dtype: str = "bfloat16"  # bfloat16 with fp32 masters, or float32
     row_tokens: int = MISSING  # context tokens a packed row
     rows: int = MISSING  # packed rows a rank and micro-step
-    accumulation: int = 1
+    accumulation: int = 1  # micro-steps an optimizer step
     anchors_per_document: int = 512  # at most; drawn from (seed, epoch, sample id)
     short_block_size: int | None = None  # block size of the windows that train short blocks; None = all are whole
     short_block_share: float = 0.0  # share of windows with short blocks, drawn from (seed, window)
     short_block_random: bool = False  # their sizes are drawn between short_block_size and drafter.block_size - 1
-    lr: float = 6e-4
+    lr: float = 6e-4  # peak learning rate
     schedule: str = "cosine"  # cosine | linear | wsd (stable, then down over the last `decay`)
     decay: float = 0.2  # share of the steps at the end over which wsd falls
-    final_lr_ratio: float = 0.1
-    warmup: float = 0.04  # share of the steps
-    weight_decay: float = 0.0
+    final_lr_ratio: float = 0.1  # learning rate of the last step, as a share of lr
+    warmup: float = 0.04  # share of the steps over which the rate rises from 0
+    weight_decay: float = 0.0  # of matrices, decoupled as in AdamW; never of gains, mask vector and codebooks
     conv_lr_scale: float = 1.0  # factor on lr of the convolutions' kernel projections
     selector_lr_scale: float = 2.0  # factor on lr of the selector: its projection and both codebooks
     mask_lr_scale: float = 1.0  # factor on lr of the mask embedding
     gain_lr_scale: float = 1.0  # factor on lr of elementwise gains: norm weights and base kernels
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    grad_clip: float = 1.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # of Adam's two averages
+    grad_clip: float = 1.0  # largest norm of the whole gradient; 0 = never clipped
     zero_stage: int = 1  # 0, 1 or 2
     gradient_checkpointing: bool = False  # run each layer again for its gradient in place of keeping its activations
     compile_layers: bool = False  # torch.compile of the layers, CUDA only
@@ -52,16 +53,16 @@ class TrainConfig:
     init_norm_scale: float = 1.0  # factor on the target's final norm; below 1 starts nearer to uniform logits
     init_recent_gain: float = 0.0  # layer 0 starts as a look at the newest context, this sharp; 0 = random
     warm_start: str | None = None  # checkpoint, run folder, or exported DFlash or DFlash 2 folder to start from
-    save_every: int = 200  # steps
-    keep_checkpoints: int = 2
-    log_every: int = 1
+    save_every: int = 200  # steps between checkpoints; the last step is always saved
+    keep_checkpoints: int = 2  # newest ones that stay, beside the best
+    log_every: int = 1  # steps between lines of metrics.jsonl
     validate_every: int = 0  # steps; 0 = never, else the last step is validated too
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     max_bad_steps: int = 5  # consecutive non-finite steps that end the run
-    max_seconds: float | None = None  # save and stop in good order after this wall time; resume continues
-    guard: GuardConfig = field(default_factory=GuardConfig)
-    wandb: str = "disabled"  # disabled | offline | online
-    wandb_project: str = "dflash2"
+    max_seconds: float | None = None  # wall time of one start, then save and stop in good order; None = no limit
+    guard: GuardConfig = field(default_factory=GuardConfig)  # lost and hanging ranks, limits in time
+    wandb: str = "disabled"  # disabled | offline | online: a copy of metrics.jsonl for Weights & Biases
+    wandb_project: str = "dflash2"  # where the run appears there
     tensorboard: bool = False  # write events into output_dir/tensorboard; needs the package tensorboard
     gradient_share_every: int = 100  # steps between looks at how each loss pulls at the backbone; 0 = never
     peak_tflops: float | None = None  # of one device, 1e12 operations a second, for `utilisation`; None = by GPU name

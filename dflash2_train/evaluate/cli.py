@@ -1,9 +1,10 @@
 """``dflash2-eval``: measure an exported drafter with the built-in runner, or a server that runs it.
 
-``eval.mode=runner`` writes into eval.output_dir: ``results-<fingerprint>.jsonl`` (a line a prompt; a rerun continues
-it), ``report.json``, ``report.md``, ``report.html`` and plots. A rerun with nothing left to measure loads no model and
-writes the reports again. ``eval.mode=server`` measures a running server, see ``server/run.py``. Both hold the result
-against ``eval.gate.baseline`` if one is named. ``dflash2-eval compare|report|gate`` read finished results, see
+``eval.mode=runner`` measures the hold-out and writes into eval.output_dir: ``results-<fingerprint>.jsonl`` (a line a
+prompt; a rerun continues it), ``report.json``, ``report.md``, ``report.html`` and plots. A rerun with nothing left to
+measure loads no model and writes the reports again. With eval.tasks or eval.sweep it measures those, see
+``grid/run.py``. ``eval.mode=server`` measures a running server, see ``server/run.py``. All hold the result against
+``eval.gate.baseline`` if one is named. ``dflash2-eval compare|report|gate`` read finished results, see
 ``commands.py``. Exit code 1: the speculative greedy output is not the target's own, too many requests failed, or the
 gate failed. Under torchrun or ``accelerate launch`` every process decodes its share of the prompts and the first
 writes the reports.
@@ -11,7 +12,6 @@ writes the reports.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -21,8 +21,15 @@ from typing import TYPE_CHECKING, Any
 from dflash2_train.app import open_console
 from dflash2_train.config import ConfigError, RunConfig, absolute, to_plain
 from dflash2_train.evaluate.commands import NAMES, run_command
+from dflash2_train.evaluate.subject import (
+    decode_settings,
+    describe_protocol,
+    drafter_folder,
+    drafter_record,
+    open_models,
+)
 from dflash2_train.launching import Command, run_launched
-from dflash2_train.provenance import atomic_write_json, atomic_write_text, run_record, sha256_file
+from dflash2_train.provenance import atomic_write_json, atomic_write_text, run_record
 
 if TYPE_CHECKING:
     import torch
@@ -31,112 +38,11 @@ if TYPE_CHECKING:
     from dflash2_train.evaluate.records import ResultsFile
     from dflash2_train.evaluate.report import EvalReport
     from dflash2_train.evaluate.runs import EvalRun
-    from dflash2_train.model.drafter import Drafter
-    from dflash2_train.model.drafter_config import DrafterShape
 
 logger = logging.getLogger(__name__)
-
-DRAFTER_FILES = ("config.json", "model.safetensors", "mask_embedding.pt")
 PLOT_NAME = "acceptance.png"
 EXIT_NOT_EQUAL = 1
 EXIT_REQUESTS_FAILED = 1
-
-
-def drafter_folder(config: RunConfig) -> Path:
-    """The exported folder to measure.
-
-    Raises:
-        ConfigError: it lacks a file of an export.
-    """
-    key = "export.output_dir" if config.eval.drafter is None else "eval.drafter"
-    folder = absolute(config.export.output_dir if config.eval.drafter is None else config.eval.drafter)
-    for name in DRAFTER_FILES:
-        if not (folder / name).is_file():
-            raise ConfigError(
-                f"{key}={str(folder)!r}: not an exported drafter, {name} is missing. "
-                "Run dflash2-export with the same experiment, or name a folder with eval.drafter."
-            )
-    return folder
-
-
-def published_shape(folder: Path) -> DrafterShape:
-    """The shape in an export's config.json.
-
-    Raises:
-        ConfigError: it is not the configuration of a drafter that can be run here.
-    """
-    from dflash2_train.model.drafter_config import DrafterShape
-
-    try:
-        return DrafterShape.from_published(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ConfigError(f"{folder / 'config.json'}: {error} Export the drafter again.") from error
-
-
-def num_drafted(config: RunConfig, block_size: int) -> int:
-    """K of this measurement, at most what the drafter was trained for."""
-    trained = block_size - 1
-    chosen = trained if config.eval.num_drafted is None else config.eval.num_drafted
-    if chosen > trained:
-        raise ConfigError(
-            f"eval.num_drafted={chosen}: the drafter's block_size {block_size} allows {trained} at most. Lower it."
-        )
-    if chosen < trained:
-        logger.info("drafting %d tokens a round; the drafter was trained for %d", chosen, trained)
-    return chosen
-
-
-def describe_protocol(config: RunConfig, folder: Path, prompts: Sequence[HoldoutPrompt]) -> dict[str, Any]:
-    """All that shapes the measured numbers, as JSON values. It is what the results' fingerprint covers."""
-    import torch
-
-    from dflash2_train.evaluate.holdout import prompts_hash
-    from dflash2_train.target import open_target_config
-
-    target = open_target_config(config.target)
-    shape = published_shape(folder)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    sampled = config.eval.temperature > 0
-    return {
-        "experiment": config.name,
-        "mode": config.eval.mode,
-        "target": config.target.name,
-        "target_hash": target.target_hash,
-        "drafter_sha256": {name: sha256_file(folder / name) for name in DRAFTER_FILES},
-        "dtype": config.eval.dtype,
-        "device": device,
-        "packed_weights": config.eval.pack_weights and device == "cpu" and torch.backends.mkldnn.is_available(),
-        "spread_target": config.eval.spread_target,
-        "block_size": shape.block_size,
-        "num_drafted": num_drafted(config, shape.block_size),
-        "concurrency": 1,
-        "max_new_tokens": config.eval.max_new_tokens,
-        "stop_ids": sorted(target.eos_token_ids),
-        "prompts": len(prompts),
-        "prompts_sha256": prompts_hash(prompts),
-        "enable_thinking": config.data.enable_thinking,
-        "baseline": config.eval.baseline,
-        "temperature": config.eval.temperature,
-        "top_p": config.eval.top_p if sampled else None,
-        "top_k": config.eval.top_k if sampled else None,
-        "min_p": config.eval.min_p if sampled else None,
-        "draft_sampling": config.eval.draft_sampling if sampled else None,
-        "seed": config.eval.seed if sampled else None,
-    }
-
-
-def open_drafter(folder: Path, dtype: str) -> Drafter:
-    """The exported drafter, ready to run.
-
-    Raises:
-        ConfigError: the folder's files are not what an export writes.
-    """
-    from dflash2_train.export.hf import load_drafter
-
-    try:
-        return load_drafter(folder, dtype).eval()
-    except ValueError as error:
-        raise ConfigError(f"{error} Export the drafter again.") from error
 
 
 def run_measurement(
@@ -151,34 +57,17 @@ def run_measurement(
     from contextlib import nullcontext
 
     from dflash2_train.evaluate.measure import Measurement, measure_prompts
-    from dflash2_train.runner import DecodeSettings, packed_linears
-    from dflash2_train.target import load_target_model
+    from dflash2_train.runner import packed_linears
 
-    greedy = DecodeSettings(
-        max_new_tokens=config.eval.max_new_tokens,
-        num_drafted=protocol["num_drafted"],
-        stop_ids=frozenset(protocol["stop_ids"]),
-    )
+    drafted = int(protocol["num_drafted"])
     sampled = None
     if config.eval.temperature > 0:
-        sampled = DecodeSettings(
-            max_new_tokens=greedy.max_new_tokens,
-            num_drafted=greedy.num_drafted,
-            stop_ids=greedy.stop_ids,
-            temperature=config.eval.temperature,
-            top_p=config.eval.top_p,
-            top_k=config.eval.top_k,
-            min_p=config.eval.min_p,
-            draft_sampling=config.eval.draft_sampling,
-        )
-    where = "auto" if config.eval.spread_target else device
-    target_model = load_target_model(config.target, config.eval.dtype, device=where)
-    head = target_model.get_output_embeddings()
-    drafter = open_drafter(folder, config.eval.dtype).to(next(head.parameters()).device)
+        sampled = decode_settings(config, protocol, drafted=drafted, temperature=config.eval.temperature)
+    target_model, drafter = open_models(config, folder, device)
     measurement = Measurement(
         target_model=target_model,
         drafter=drafter,
-        greedy=greedy,
+        greedy=decode_settings(config, protocol, drafted=drafted, temperature=0.0),
         sampled=sampled,
         baseline=config.eval.baseline,
         seed=config.eval.seed,
@@ -202,15 +91,11 @@ def write_report(report: EvalReport, output_dir: Path) -> EvalRun:
     return run
 
 
-def drafter_record(folder: Path) -> Any:
-    """The run record that the export carries, or None."""
-    path = folder / "run.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-
 def evaluate(config: RunConfig) -> int:
     """Measure, report, hold against the gate, and return the exit code."""
-    return evaluate_server(config) if config.eval.mode == "server" else evaluate_runner(config)
+    if config.eval.mode == "server":
+        return evaluate_server(config)
+    return evaluate_grid(config) if config.eval.tasks or config.eval.sweep.is_set else evaluate_runner(config)
 
 
 def gate_code(run: EvalRun, config: RunConfig) -> int:
@@ -240,6 +125,24 @@ def evaluate_server(config: RunConfig) -> int:
     for line in failures:
         logger.error("%s", line)
     return max(EXIT_REQUESTS_FAILED if failures else 0, gate_code(run, config))
+
+
+def evaluate_grid(config: RunConfig) -> int:
+    """Measure eval.tasks or eval.sweep with the built-in runner, write the reports, and return the exit code."""
+    from dflash2_train.evaluate.grid.run import measure_grid, runner_folder
+    from dflash2_train.evaluate.publish import print_tables, write_runs_report
+
+    measured = measure_grid(config)
+    if measured is None:
+        return 0
+    run, equality = measured
+    folder = runner_folder(config)
+    tables = write_runs_report(folder, f"Evaluation of {config.name} with the built-in runner", [run])
+    console = open_console()
+    print_tables(tables, console)
+    console.print(f"reports: {folder}", highlight=False)
+    failed = equality is not None and bool(equality.failures)
+    return max(EXIT_NOT_EQUAL if failed else 0, gate_code(run, config))
 
 
 def evaluate_runner(config: RunConfig) -> int:

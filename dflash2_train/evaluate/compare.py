@@ -12,7 +12,7 @@ from typing import Any
 
 from dflash2_train.config import UserError
 from dflash2_train.evaluate.intervals import Interval, difference_interval
-from dflash2_train.evaluate.runs import AUTOREGRESSIVE, Cell, EvalRun, pool
+from dflash2_train.evaluate.runs import AUTOREGRESSIVE, RUNNER, Cell, EvalRun, pool
 
 PROTOCOL_KEYS = (
     "hardware",
@@ -23,7 +23,6 @@ PROTOCOL_KEYS = (
     "min_p",
     "enable_thinking",
     "ignore_eos",
-    "num_drafted",
 )
 CELL_KEYS = ("concurrency", "temperature", "prompts_sha256")
 
@@ -115,15 +114,30 @@ def compare(base: EvalRun, other: EvalRun, *, allow_unlike: bool = False, confid
     )
 
 
-Key = tuple[str, int, float | None]
+Key = tuple[str, int, float | None, int | None]
 
 
 def _pooled(run: EvalRun) -> dict[Key, Cell]:
-    """Task, concurrency, temperature -> its cells as one; the speculating ones where a run has both kinds."""
+    """Task, concurrency, temperature, K -> its cells as one; the speculating ones where a run has both kinds."""
     groups: dict[Key, list[Cell]] = {}
     for cell in _main_cells(run):
-        groups.setdefault((cell.task, cell.concurrency, cell.temperature), []).append(cell)
+        drafted = drafted_by(run, cell) if run.kind == RUNNER else None  # servers of another K are shown as unlike
+        groups.setdefault((cell.task, cell.concurrency, cell.temperature, drafted), []).append(cell)
     return {key: pool(cells) for key, cells in groups.items()}
+
+
+def drafted_by(run: EvalRun, cell: Cell) -> int | None:
+    """K of a cell; None where it is not told."""
+    return run.protocol.get("num_drafted") if cell.num_drafted is None else cell.num_drafted
+
+
+def measured_as(cell: Cell) -> str:
+    """Which measurement of its task a cell is, in words; temperature and K in a run that has several."""
+    words = f"at concurrency {cell.concurrency}"
+    if cell.num_drafted is None:
+        return words
+    temperature = "" if cell.temperature is None else f", temperature {cell.temperature:g}"
+    return f"{words}{temperature}, K={cell.num_drafted}"
 
 
 def _main_cells(run: EvalRun) -> list[Cell]:
@@ -143,12 +157,14 @@ def _pairs_by_task(base: dict[Key, Cell], other: dict[Key, Cell]) -> list[tuple[
 
 def differences(base: EvalRun, other: EvalRun, pairs: Sequence[tuple[Cell, Cell]]) -> list[Difference]:
     """All conditions that the runs do not share. K counts only where both runs draft with it."""
-    speculating = all(cell.acceptance is not None and cell.method != "mtp" for pair in pairs for cell in pair)
     found = [
         Difference(where="run", key=key, base=base.protocol.get(key), other=other.protocol.get(key))
         for key in PROTOCOL_KEYS
-        if base.protocol.get(key) != other.protocol.get(key) and (key != "num_drafted" or speculating)
+        if base.protocol.get(key) != other.protocol.get(key)
     ]
+    if all(cell.acceptance is not None and cell.method != "mtp" for pair in pairs for cell in pair):
+        lengths = dict.fromkeys((drafted_by(base, one), drafted_by(other, two)) for one, two in pairs)
+        found += [Difference(where="run", key="num_drafted", base=one, other=two) for one, two in lengths if one != two]
     for one, two in pairs:
         found += [
             Difference(where=one.task, key=key, base=vars(one)[key], other=vars(two)[key])
@@ -162,7 +178,7 @@ def differences(base: EvalRun, other: EvalRun, pairs: Sequence[tuple[Cell, Cell]
 
 def _left_over(cells: dict[Key, Cell], compared: set[int]) -> list[str]:
     """Measurements that no pair holds."""
-    return [f"{cell.task} at concurrency {cell.concurrency}" for cell in cells.values() if id(cell) not in compared]
+    return [f"{cell.task} {measured_as(cell)}" for cell in cells.values() if id(cell) not in compared]
 
 
 def _compare_cells(base: Cell, other: Cell, confidence: float) -> TaskComparison:

@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass
 
 from dflash2_train.config import GateConfig, absolute
-from dflash2_train.evaluate.compare import Comparison, TaskComparison, compare
+from dflash2_train.evaluate.compare import Comparison, TaskComparison, compare, measured_as
 from dflash2_train.evaluate.readers import read_run
 from dflash2_train.evaluate.runs import EvalRun
 
@@ -65,7 +65,7 @@ def judge(run: EvalRun, baseline: EvalRun, settings: GateConfig) -> GateVerdict:
 
 
 def _judge_task(task: TaskComparison, settings: GateConfig) -> TaskVerdict:
-    name = f"{task.task} at concurrency {task.concurrency}"
+    name = f"{task.task} {measured_as(task.other)}"
     failed = task.other.requests.num_failed
     if failed:
         return TaskVerdict(task=name, passed=False, reason=f"{failed} requests of the run failed")

@@ -42,6 +42,26 @@ def length_interval(cell: Cell, confidence: float = 0.95) -> Interval | None:
     return None if lengths is None else _interval(lengths, confidence, basis)
 
 
+def request_lengths(cell: Cell) -> list[float]:
+    """Acceptance length of each request that had a round."""
+    return [1 + row[ACCEPTED] / row[ROUNDS] for row in cell.per_request or [] if row[ROUNDS]]
+
+
+def request_interval(cell: Cell, confidence: float = 0.95) -> Interval | None:
+    """The interval of the mean over requests, prompts drawn with all their turns; None below two prompts."""
+    import numpy as np
+
+    sums: dict[int, list[float]] = {}
+    for row in cell.per_request or []:
+        if row[ROUNDS]:
+            entry = sums.setdefault(row[PROMPT], [0.0, 0.0])
+            entry[0] += 1
+            entry[1] += row[ACCEPTED] / row[ROUNDS]
+    if len(sums) < 2:
+        return None
+    return _interval(_lengths(np.array(list(sums.values())), np.random.default_rng(SEED)), confidence, PROMPTS)
+
+
 def difference_interval(base: Cell, other: Cell, confidence: float = 0.95) -> Interval | None:
     """The interval of ``other``'s acceptance length minus ``base``'s; None where one of them has none."""
     import numpy as np

@@ -6,7 +6,7 @@ The one door to matplotlib, opened only when a figure is drawn.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,13 @@ from dflash2_train.evaluate.intervals import length_interval
 from dflash2_train.evaluate.report import EvalReport, PassReport
 from dflash2_train.evaluate.runs import Acceptance, Cell, EvalRun
 from dflash2_train.evaluate.series import Series, Spot, by_prompt_length, series_of, spot_names, spots_of
+from dflash2_train.evaluate.sweep_panels import (
+    Panel,
+    at_lowest_temperature,
+    drafted_panel,
+    pace_panel,
+    temperature_panel,
+)
 from dflash2_train.provenance import atomic_write_bytes
 
 if TYPE_CHECKING:
@@ -86,7 +93,7 @@ def _draw_histogram(axes: Axes, part: PassReport) -> None:
 
 
 def draw_runs(runs: Sequence[EvalRun]) -> bytes | None:
-    """Runs beside each other as a PNG: by position, by task, by prompt length, throughput by concurrency.
+    """Runs beside each other as a PNG: by position, by task, by prompt length, throughput by concurrency, sweeps.
 
     A panel without figures is left out; None if none is left. The first run that speculates is dashed: it is what the
     others are read against.
@@ -95,8 +102,11 @@ def draw_runs(runs: Sequence[EvalRun]) -> bytes | None:
     from matplotlib.figure import Figure
 
     series = series_of(runs)
+    shown, only = at_lowest_temperature(series)
     makers = (_positions_panel, _tasks_panel, _lengths_panel, _throughput_panel)
-    panels = [panel for panel in (make(series) for make in makers) if panel is not None]
+    panels = [_titled(panel, only) for panel in (make(shown) for make in makers) if panel is not None]
+    sweeps = (drafted_panel, temperature_panel, pace_panel)
+    panels += [panel for panel in (make(series) for make in sweeps) if panel is not None]
     if not panels:
         return None
     columns = min(len(panels), 2)
@@ -117,7 +127,16 @@ def draw_runs(runs: Sequence[EvalRun]) -> bytes | None:
     return png.getvalue()
 
 
-Panel = Callable[["Axes"], None]
+def _titled(panel: Panel, addition: str) -> Panel:
+    """The panel, with what its figures are restricted to in its title."""
+    if not addition:
+        return panel
+
+    def draw(axes: Axes) -> None:
+        panel(axes)
+        axes.set_title(f"{axes.get_title()}, {addition}", fontsize=10)
+
+    return draw
 
 
 def _color(one: Series, series: Sequence[Series]) -> str:
@@ -126,8 +145,8 @@ def _color(one: Series, series: Sequence[Series]) -> str:
 
 
 def _line(one: Series, series: Sequence[Series]) -> dict[str, Any]:
-    speculating = [other.name for other in series if other.speculates]
-    dashed = len(speculating) > 1 and one.name == speculating[0]
+    speculating = [other for other in series if other.speculates]
+    dashed = len({id(other.run) for other in speculating}) > 1 and one.name == speculating[0].name
     style = "--" if dashed else "-"
     return {"marker": "o", "markersize": 4, "label": one.name, "color": _color(one, series), "linestyle": style}
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from dflash2_train.config import ConfigError
 from dflash2_train.provenance import atomic_write_bytes, sha256_json
@@ -52,6 +53,11 @@ class PromptRecord:
     equality: EqualityRecord | None  # None = no baseline
     sampled: DecodeRecord | None
 
+    @property
+    def key(self) -> str:
+        """The prompt's id."""
+        return self.prompt_id
+
     @staticmethod
     def from_json(row: dict[str, Any]) -> PromptRecord:
         """The inverse of ``dataclasses.asdict``; KeyError or TypeError for another layout."""
@@ -68,23 +74,44 @@ class PromptRecord:
         )
 
 
-class ResultsFile:
-    """The results of one fingerprint, by prompt id.
+class Keyed(Protocol):
+    """A record that is found by a key."""
+
+    @property
+    def key(self) -> str:
+        """Unique in its file."""
+
+
+Record = TypeVar("Record", bound=Keyed)
+
+
+class RecordsFile(Generic[Record]):
+    """The records of one fingerprint, by key.
 
     Args:
         folder: eval.output_dir; made if missing.
         covered: all that shapes a result, as JSON values. Its hash is the fingerprint.
+        parse: JSON object -> record; KeyError or TypeError for another layout.
+        stem: how the file's name begins.
         rank: which of the job's files this process appends to; all are read.
 
     Raises:
         ConfigError: a file of this name with another content than this writer's.
     """
 
-    def __init__(self, folder: Path, covered: dict[str, Any], *, rank: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        covered: dict[str, Any],
+        parse: Callable[[dict[str, Any]], Record],
+        *,
+        stem: str,
+        rank: int = 0,
+    ) -> None:
         self.fingerprint = sha256_json(covered)
-        stem = f"results-{self.fingerprint[:12]}"
-        self.path = folder / (f"{stem}.rank{rank}.jsonl" if rank else f"{stem}.jsonl")
-        self.records: dict[str, PromptRecord] = {}
+        self._parse, self._stem = parse, f"{stem}-{self.fingerprint[:12]}"
+        self.path = folder / (f"{self._stem}.rank{rank}.jsonl" if rank else f"{self._stem}.jsonl")
+        self.records: dict[str, Record] = {}
         folder.mkdir(parents=True, exist_ok=True)
         if not self.path.exists():
             header = json.dumps({"fingerprint": self.fingerprint, "covers": covered}, ensure_ascii=False)
@@ -93,7 +120,7 @@ class ResultsFile:
 
     def reload(self) -> None:
         """Read the files of all ranks. No other rank may be appending."""
-        for path in sorted(self.path.parent.glob(f"results-{self.fingerprint[:12]}*.jsonl")):
+        for path in sorted(self.path.parent.glob(f"{self._stem}*.jsonl")):
             self._load(path)
 
     def _load(self, path: Path) -> None:
@@ -104,8 +131,8 @@ class ResultsFile:
             if json.loads(lines[0])["fingerprint"] != self.fingerprint:
                 raise ValueError("its fingerprint is another one")
             for line in lines[1:]:
-                record = PromptRecord.from_json(json.loads(line))
-                self.records[record.prompt_id] = record
+                record = self._parse(json.loads(line))
+                self.records[record.key] = record
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path}: not readable as results of this evaluation ({error}). Move the file away and run again."
@@ -115,10 +142,17 @@ class ResultsFile:
             if path == self.path:
                 atomic_write_bytes(path, whole + newline)
 
-    def append(self, record: PromptRecord) -> None:
-        """Add a prompt's result; on the disk when this returns."""
+    def append(self, record: Record) -> None:
+        """Add a record; on the disk when this returns."""
         with open(self.path, "ab") as file:
-            file.write(json.dumps(asdict(record)).encode() + b"\n")
+            file.write(json.dumps(asdict(record)).encode() + b"\n")  # type: ignore[call-overload]
             file.flush()
             os.fsync(file.fileno())
-        self.records[record.prompt_id] = record
+        self.records[record.key] = record
+
+
+class ResultsFile(RecordsFile[PromptRecord]):
+    """The hold-out's results of one fingerprint, by prompt id; see :class:`RecordsFile`."""
+
+    def __init__(self, folder: Path, covered: dict[str, Any], *, rank: int = 0) -> None:
+        super().__init__(folder, covered, PromptRecord.from_json, stem="results", rank=rank)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from dflash2_train.evaluate.report import EvalReport, PassReport, Speed
+from dflash2_train.evaluate.report import EqualityReport, EvalReport, PassReport, Speed
 
 Row = tuple[str, ...]
 
@@ -109,11 +109,15 @@ def speed_rows(report: EvalReport) -> list[Row]:
 
 def equality_lines(report: EvalReport) -> list[str]:
     """The verdict of the greedy check in words, failures one a line."""
-    equality = report.equality
+    return lines_of_equality(report.equality)
+
+
+def lines_of_equality(equality: EqualityReport | None, *, what: str = "prompts") -> list[str]:
+    """As :func:`equality_lines`; ``what`` was checked."""
     if equality is None:
         return ["Not checked: eval.baseline is off."]
     lines = [
-        f"{equality.prompts_equal} of {equality.prompts_checked} prompts equal plain greedy decoding token for token; "
+        f"{equality.prompts_equal} of {equality.prompts_checked} {what} equal plain greedy decoding token for token; "
         f"rule: {equality.rule}; {len(equality.failures)} failed."
     ]
     if equality.num_departures:

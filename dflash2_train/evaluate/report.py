@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from dflash2_train.evaluate.records import DecodeRecord, PromptRecord
+from dflash2_train.evaluate.records import DecodeRecord, EqualityRecord, PromptRecord
 
 SCHEMA_VERSION = 1
 SMALLEST_BUCKET = 128  # prompt tokens; each further bucket is twice as wide
@@ -256,12 +256,16 @@ def measure_speed(decodings: Sequence[DecodeRecord]) -> Speed:
 
 
 def judge_equality(records: Sequence[PromptRecord], dtype: str) -> EqualityReport | None:
-    """Which prompts failed the greedy check; None if no prompt was checked.
+    """Which prompts failed the greedy check; see :func:`judge_checks`."""
+    return judge_checks([(one.prompt_id, one.equality) for one in records if one.equality is not None], dtype)
+
+
+def judge_checks(checked: Sequence[tuple[str, EqualityRecord]], dtype: str) -> EqualityReport | None:
+    """Which of the named answers failed the greedy check; None if none was checked.
 
     float32 demands equal outputs. bfloat16 rounds a block of K + 1 rows otherwise than a single row, so there a
     departure passes when every emitted token is within :data:`GAP_LIMIT_BF16` logits of the target's argmax.
     """
-    checked = [(record.prompt_id, record.equality) for record in records if record.equality is not None]
     if not checked:
         return None
     limit = GAP_LIMIT_BF16 if dtype == "bfloat16" else None

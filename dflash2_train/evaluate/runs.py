@@ -98,6 +98,7 @@ class Cell:
     task: str
     category: str | None = None
     method: str  # drafter | mtp | autoregressive | speculative (published, kind not told)
+    num_drafted: int | None = None  # K, where the cells of a run differ in it; None = that of the protocol
     concurrency: int
     temperature: float | None  # None = not told
     acceptance: Acceptance | None  # None = no speculation
@@ -105,6 +106,7 @@ class Cell:
     prompt_tokens: int | None = None
     output_tokens: int
     seconds: float  # wall time of the measurement; runner: decoding and prefill of all prompts
+    seconds_by_part: dict[str, float] | None = None  # runner: prefill, context, draft, verify, sample
     prompts_sha256: str | None = None  # None = not told
     prefix_hit_rate: float | None = None  # share of prompt tokens found in the prefix cache
     # One row a request: index of its prompt in the task, rounds, accepted, prompt tokens. None where not told.
@@ -158,7 +160,7 @@ class EvalRun:
 
 
 def pool(cells: Sequence[Cell]) -> Cell:
-    """Cells of one task, method and concurrency as one: counts and times added, prompts numbered on.
+    """Cells of one task, method, K and concurrency as one: counts and times added, prompts numbered on.
 
     Raises:
         ValueError: no cells.
@@ -174,6 +176,7 @@ def pool(cells: Sequence[Cell]) -> Cell:
     return Cell(
         task=first.task,
         method=first.method,
+        num_drafted=first.num_drafted,
         concurrency=first.concurrency,
         temperature=first.temperature,
         acceptance=reduce(add, spoken) if spoken else None,
@@ -181,10 +184,22 @@ def pool(cells: Sequence[Cell]) -> Cell:
         prompt_tokens=sum(known) if len(known) == len(cells) else None,
         output_tokens=sum(cell.output_tokens for cell in cells),
         seconds=sum(cell.seconds for cell in cells),
+        seconds_by_part=_added([cell.seconds_by_part for cell in cells]),
         prompts_sha256=None if None in hashes else "+".join(str(one) for one in hashes),
         per_request=_number_on(cells),
         labels=list(dict.fromkeys(label for cell in cells for label in cell.labels)),
     )
+
+
+def _added(parts: Sequence[dict[str, float] | None]) -> dict[str, float] | None:
+    """Seconds by part of all cells; None if a cell has none."""
+    total: dict[str, float] = {}
+    for one in parts:
+        if one is None:
+            return None
+        for name, seconds in one.items():
+            total[name] = total.get(name, 0.0) + seconds
+    return total
 
 
 def _number_on(cells: Iterable[Cell]) -> list[list[int]] | None:
@@ -210,16 +225,20 @@ def run_of_report(report: EvalReport) -> EvalRun:
     return EvalRun(
         kind=RUNNER,
         label="runner",
-        protocol={"engine": "built-in runner", "hardware": _runner_hardware(report), "ignore_eos": False, **protocol},
+        protocol={"engine": "built-in runner", "hardware": _report_hardware(report), "ignore_eos": False, **protocol},
         cells=decoders,
         run=report.run,
     )
 
 
-def _runner_hardware(report: EvalReport) -> str | None:
-    """What the runner ran on; None where its record does not say which accelerator that was."""
+def _report_hardware(report: EvalReport) -> str | None:
     machine = (report.run.get("evaluation") or {}).get("machine")
-    if machine is None or report.protocol.get("device", "cpu") != "cpu":
+    return runner_hardware(machine, report.protocol.get("device", "cpu"))
+
+
+def runner_hardware(machine: dict[str, Any] | None, device: str) -> str | None:
+    """What the runner ran on; None where its record does not say which accelerator that was."""
+    if machine is None or device != "cpu":
         return None
     return f"{machine['cpu']}, {machine['cores']} cores"
 

@@ -1,4 +1,4 @@
-"""Runs laid side by side: one series a run and method, with the cells that tables and plots look up."""
+"""Runs laid side by side: one series a run, method and K, with the cells that tables and plots look up."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ class Spot:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """All cells that one method gave in one run, or in several of one label that differ in concurrency alone."""
+    """All cells that one method with one K gave in one run, or in several of one label that differ in concurrency."""
 
     name: str
     method: str
+    num_drafted: int | None = None  # K, in a run of several
     run: EvalRun
     cells: list[Cell]
 
@@ -61,12 +62,15 @@ def series_of(runs: Sequence[EvalRun]) -> list[Series]:
     """Series in the order of the runs; names differ. Runs of one label under like conditions continue each other."""
     found: list[Series] = []
     for run in _joined(runs):
-        methods = list(dict.fromkeys(cell.method for cell in run.cells))
-        for method in methods:
-            name = run.label if len(methods) == 1 else f"{run.label}, {method}"
+        kinds = list(dict.fromkeys((cell.method, cell.num_drafted) for cell in run.cells))
+        several = len({drafted for _, drafted in kinds if drafted is not None}) > 1
+        for method, drafted in kinds:
+            what = f"K={drafted}" if several and drafted is not None else method
+            name = run.label if len(kinds) == 1 else f"{run.label}, {what}"
             taken = sum(one.name == name or one.name.startswith(f"{name} #") for one in found)
-            cells = [cell for cell in run.cells if cell.method == method]
-            found.append(Series(name=f"{name} #{taken + 1}" if taken else name, method=method, run=run, cells=cells))
+            cells = [cell for cell in run.cells if (cell.method, cell.num_drafted) == (method, drafted)]
+            name = f"{name} #{taken + 1}" if taken else name
+            found.append(Series(name=name, method=method, num_drafted=drafted, run=run, cells=cells))
     return found
 
 
@@ -87,11 +91,11 @@ def _joined(runs: Sequence[EvalRun]) -> list[EvalRun]:
 
 
 def _conditions(run: EvalRun) -> list[Any]:
-    return [run.protocol.get(key) for key in (*PROTOCOL_KEYS, "engine", "drafter_sha256")]
+    return [run.protocol.get(key) for key in (*PROTOCOL_KEYS, "num_drafted", "engine", "drafter_sha256")]
 
 
-def _place(cell: Cell) -> tuple[str, str | None, str, int, float | None]:
-    return cell.task, cell.category, cell.method, cell.concurrency, cell.temperature
+def _place(cell: Cell) -> tuple[str, str | None, str, int | None, int, float | None]:
+    return cell.task, cell.category, cell.method, cell.num_drafted, cell.concurrency, cell.temperature
 
 
 def spots_of(series: Sequence[Series]) -> list[Spot]:

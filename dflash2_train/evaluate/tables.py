@@ -1,14 +1,11 @@
-"""The tables of a report, from runs in one form: acceptance by task, throughput, positions, lengths, requests.
-
-Every table is a :class:`Table` of plain text, so that Markdown, HTML and the console show the same figures.
-"""
+"""The tables of a report, from runs in one form: acceptance by task, throughput, positions, lengths, requests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from dflash2_train.evaluate.cell_tables import cell_tables
 from dflash2_train.evaluate.compare import Comparison, TaskComparison
 from dflash2_train.evaluate.intervals import length_interval
 from dflash2_train.evaluate.runs import AUTOREGRESSIVE, Acceptance, Cell, EvalRun
@@ -21,18 +18,10 @@ from dflash2_train.evaluate.series import (
     spot_names,
     spots_of,
 )
+from dflash2_train.evaluate.table import NONE, Table
 
-NONE = "–"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """One table: every row has as many cells as the header."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    notes: list[str] = field(default_factory=list)
+__all__ = ["Table", "tables_of"]
+SWEPT = {"num_drafted": "draft_lengths", "temperature": "temperatures"}  # key of a protocol -> all its values
 
 
 def tables_of(runs: Sequence[EvalRun], comparisons: Sequence[Comparison] = ()) -> list[Table]:
@@ -41,6 +30,7 @@ def tables_of(runs: Sequence[EvalRun], comparisons: Sequence[Comparison] = ()) -
     spots = spots_of(series)
     tables = [runs_table(runs), acceptance_table(series, spots), throughput_table(series, spots)]
     tables += [comparison_table(one) for one in comparisons]
+    tables += cell_tables(series)
     tables += [table for one in series if one.speculates for table in (positions_table(one), lengths_table(one))]
     tables.append(requests_table(series))
     return [table for table in tables if table.rows]
@@ -61,7 +51,7 @@ def runs_table(runs: Sequence[EvalRun]) -> Table:
     return Table(
         title="Runs",
         header=("run", *(name for _, name in keys)),
-        rows=[(run.label, *(_value(run.protocol.get(key)) for key, _ in keys)) for run in runs],
+        rows=[(run.label, *(_condition(run, key) for key, _ in keys)) for run in runs],
         notes=[f"{run.label}: {label}" for run in runs for label in run.labels],
     )
 
@@ -115,13 +105,22 @@ def throughput_table(series: Sequence[Series], spots: Sequence[Spot]) -> Table:
     )
 
 
+def cell_name(cell: Cell, series: Series) -> str:
+    """Task and category, and the temperature where the series has the task at several."""
+    name = " / ".join(part for part in (cell.task, cell.category) if part)
+    same = {one.temperature for one in series.cells if one.task == cell.task}
+    if len(same) < 2 or cell.temperature is None:
+        return name
+    return f"{name}, greedy" if cell.temperature == 0 else f"{name}, T={cell.temperature:g}"
+
+
 def positions_table(series: Series) -> Table:
     """Per cent of rounds that accepted each position, by task and category."""
     cells = [cell for cell in series.cells if cell.acceptance is not None and cell.acceptance.accepted_per_position]
     width = max((len(_counts(cell).accepted_per_position) for cell in cells), default=0)
     rows = [
         (
-            " / ".join(part for part in (cell.task, cell.category) if part),
+            cell_name(cell, series),
             str(cell.concurrency),
             str(_counts(cell).rounds),
             *(f"{100 * rate:.1f}" for rate in _counts(cell).plain_rates),
@@ -142,7 +141,7 @@ def lengths_table(series: Series) -> Table:
     """Pooled acceptance length by prompt length, where requests told their counts."""
     rows = [
         (
-            cell.task if cell.category is None else f"{cell.task} / {cell.category}",
+            cell_name(cell, series),
             str(cell.concurrency),
             tokens,
             str(requests),
@@ -167,11 +166,10 @@ def requests_table(series: Sequence[Series]) -> Table:
             counts = cell.requests
             causes = ", ".join(f"{number} {cause}" for cause, number in counts.failed.items()) or "0"
             hits = NONE if cell.prefix_hit_rate is None else f"{100 * cell.prefix_hit_rate:.1f}%"
-            name = cell.task if cell.category is None else f"{cell.task} / {cell.category}"
             rows.append(
                 (
                     one.name,
-                    name,
+                    cell_name(cell, one),
                     str(cell.concurrency),
                     f"{counts.answered} of {counts.asked}",
                     causes,
@@ -220,8 +218,9 @@ def comparison_table(comparison: Comparison) -> Table:
 
 def _comparison_row(task: TaskComparison) -> tuple[str, ...]:
     band = NONE if task.noise is None else f"{task.noise.low:+.3f} to {task.noise.high:+.3f}"
+    drafted = task.other.num_drafted
     return (
-        task.task,
+        task.task if drafted is None else f"{task.task}, T={task.other.temperature:g}, K={drafted}",
         str(task.concurrency),
         _number(task.base.acceptance.length if task.base.acceptance else None),
         _number(task.other.acceptance.length if task.other.acceptance else None),
@@ -264,6 +263,14 @@ def _speed(cell: Cell | None, baseline: Cell | None, method: str) -> str:
 
 def _number(value: float | None) -> str:
     return NONE if value is None else f"{value:.3f}"
+
+
+def _condition(run: EvalRun, key: str) -> str:
+    """One value of a run's protocol; all of them where it was swept."""
+    swept = run.protocol.get(SWEPT.get(key, key))
+    if run.protocol.get(key) is None and isinstance(swept, list):
+        return ", ".join(f"{value:g}" for value in swept)
+    return _value(run.protocol.get(key))
 
 
 def _value(value: Any) -> str:

@@ -14,6 +14,7 @@ from dflash2_train.provenance import atomic_write_json
 
 FILE_NAME = "outcome.json"
 STOPPED = 143  # of a command that was asked to stop and did so in good order
+LOST = (75, 76)  # of ranks that lost one another, or stood still (dflash2_train.run_control)
 DONE, FAULT, CRASH, STOPPED_EARLY = "done", "fault", "crash", "stopped"
 # Deaths that nothing inside a job explains. SIGABRT is not among them: libraries abort over another rank's death.
 SUDDEN = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from dflash2_train.config import ConfigError, RunConfig, UserError
 from dflash2_train.launching.environment import import_path
 from dflash2_train.launching.job import Job, new_job
-from dflash2_train.launching.outcome import STOPPED
+from dflash2_train.launching.outcome import LOST, STOPPED
 from dflash2_train.launching.shards import DIVIDED
 from dflash2_train.provenance import atomic_write_text
 
@@ -59,9 +59,18 @@ def job_script(config: RunConfig, job: Job, words: list[str]) -> str:
     """
     exit_file = shlex.quote(str(job.exit_file))
     node = shlex.join([*words, str(job.file)])
+    lost = shlex.quote(f"{job.exit_file}.lost")  # a line for every start that ended so
     again = [
-        f'if [ "$code" = {STOPPED} ]; then',
-        '    echo "stopped in good order; queued again"',
+        "again=no",
+        'case "$code" in',
+        f"    {STOPPED}) again=yes ;;",
+        f"    {'|'.join(map(str, LOST))})",
+        f"        echo lost >> {lost}",
+        f'        if [ "$(wc -l < {lost})" -le {config.launch.slurm.lost_requeues} ]; then again=yes; fi',
+        "        ;;",
+        "esac",
+        'if [ "$again" = yes ]; then',
+        '    echo "ended with $code; queued again"',
         '    exec scontrol requeue "$SLURM_JOB_ID"',
         "fi",
     ]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dflash2_train.budgets import LOGIT_GROUP as GROUP
 from dflash2_train.losses.shaping import Shaping
 from dflash2_train.losses.sweep import Workspace, raw_logits, sweep_budget
 from dflash2_train.model.gathered import gathered_dots
 from dflash2_train.shapes import padded_rows
-
-GROUP = 64  # logits that share one maximum in the search for the largest
 
 
 def top_candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

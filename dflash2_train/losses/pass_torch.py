@@ -11,11 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dflash2_train.budgets import block_rows
 from dflash2_train.losses.candidates import top_candidates
 from dflash2_train.losses.divergence import TeacherTerms, teacher_terms
 from dflash2_train.losses.sweep import RowResults, Rows, SweepSettings, Workspace, concatenated
-
-BLOCK_BYTES = 3 << 19  # 1.5 MiB of fp32 logits a block on a CPU: two cores' share of a usual second-level cache
 
 
 class _Block(NamedTuple):
@@ -52,8 +51,7 @@ class TorchPass:
         self._block_rows: int | None = None
         self.bytes_per_row, self.fixed_bytes = plane_bytes, 0
         if head_weight.device.type == "cpu":
-            cached = BLOCK_BYTES // (vocab * self._dtype.itemsize)
-            self._block_rows = max(1, min(cached, budget // 3 // max(1, plane_bytes)))
+            self._block_rows = block_rows(vocab, self._dtype.itemsize, plane_bytes, budget)
             self.bytes_per_row, self.fixed_bytes = 0, self._block_rows * plane_bytes
 
     def run(self, raw: Tensor, teacher_raw: Tensor | None, rows: Rows, with_gradient: bool) -> RowResults:

@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from dflash2_train.budgets import triton_row_bytes
 from dflash2_train.config import ConfigError
 from dflash2_train.losses import kernels
 from dflash2_train.losses.candidates import GROUP, top_candidates
@@ -46,8 +47,8 @@ class TritonPass:
             raise ConfigError("loss.implementation=triton: float64 is computed by torch alone. Use torch.")
         self._settings, self._vocab = settings, head_weight.shape[0]
         self._num_groups = triton.cdiv(self._vocab, GROUP)
-        searched = settings.top_k * GROUP * 2 * 8  # ids and logits of the groups that hold the largest
-        self.bytes_per_row, self.fixed_bytes = 4 * self._num_groups * (2 if full else 1) + searched, 0
+        self.bytes_per_row = triton_row_bytes(self._vocab, settings.top_k, planes=2 if full else 1)
+        self.fixed_bytes = 0
         cap = settings.shaping.cap
         self._shape_options = {"multiplier": settings.shaping.multiplier, "cap": 1.0 if cap is None else cap}
         self._options = {"HAS_CAP": cap is not None, "TILE": TILE, "num_warps": WARPS}

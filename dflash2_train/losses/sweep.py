@@ -19,14 +19,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dflash2_train.budgets import chunk_rows, loss_budget
 from dflash2_train.losses.shaping import Shaping
 from dflash2_train.shapes import padded_rows
 
-SCRATCH_BYTES = {2: 4 << 20, 4: 2 << 20, 8: 2 << 20}  # by bytes of a parameter: products, and the candidates' part
 TILE_COLUMNS = 1024  # of the vocabulary, see raw_logits
-CHUNK_MULTIPLE = 16  # rows; divides what the rows are padded to, so that the last chunk is a multiple as well
-LOGIT_BYTES = 4
-FREE_BYTES = 1 << 20  # what the sweep may always take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +108,9 @@ class LogitPass(Protocol):
 
 
 def sweep_budget(hidden: Tensor, head_weight: Tensor, chunk_bytes: int, logit_share: float) -> int:
-    """Bytes that a sweep over the states [N, H] may hold.
-
-    The caller's limit, or what else is left of ``logit_share`` of the fp32 logits [N, V] beside the gradient, its
-    weighted copy and the scratch of the products.
-    """
-    itemsize = hidden.element_size()
-    share = int(logit_share * LOGIT_BYTES * len(hidden) * len(head_weight))
-    return min(chunk_bytes, max(FREE_BYTES, share - 2 * hidden.numel() * itemsize - SCRATCH_BYTES[itemsize]))
+    """Bytes that a sweep over the states [N, H] may hold, see :func:`~dflash2_train.budgets.loss_budget`."""
+    sizes = (*hidden.shape, len(head_weight), hidden.element_size())
+    return loss_budget(*sizes, chunk_bytes=chunk_bytes, logit_share=logit_share)
 
 
 def raw_logits(hidden: Tensor, head_weight: Tensor, out: Tensor) -> Tensor:
@@ -151,8 +143,7 @@ def sweep(
     products = 1 if rows.teacher_hidden is None else 2
     bytes_per_row = products * vocab * head_weight.element_size() + logit_pass.bytes_per_row
     hidden = padded_rows(rows.hidden)  # the padding goes through the products alone
-    chunk = max(1, (budget - logit_pass.fixed_bytes) // bytes_per_row)
-    chunk = min(len(hidden), max(chunk // CHUNK_MULTIPLE * CHUNK_MULTIPLE, min(chunk, CHUNK_MULTIPLE)))
+    chunk = chunk_rows(len(hidden), budget, fixed_bytes=logit_pass.fixed_bytes, bytes_per_row=bytes_per_row)
     raw = workspace.take("raw", (chunk, vocab), head_weight)
     teacher_raw = None if products == 1 else workspace.take("teacher_raw", (chunk, vocab), head_weight)
     teacher_hidden = None if rows.teacher_hidden is None else padded_rows(rows.teacher_hidden)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from dflash2_train.budgets import CPU_CHUNK_BYTES, DEVICE_CHUNK_BYTES
 from dflash2_train.config import ATTENTION_PATHS, ConfigError
 from dflash2_train.masks import ContextSpans
-from dflash2_train.model.attend_chunked import CPU_CHUNK_BYTES, DEVICE_CHUNK_BYTES, ChunkedAttend
+from dflash2_train.model.attend_chunked import ChunkedAttend
 from dflash2_train.model.attend_dense import Attend, DenseAttend
 from dflash2_train.model.drafter_config import DrafterShape
 

@@ -29,8 +29,6 @@ from dflash2_train.masks import ContextSpans
 from dflash2_train.model.attend_dense import KeysValues
 
 MAX_WASTE = 1.5  # scores computed, over those that some slot sees
-CPU_CHUNK_BYTES = 2 << 20  # a core's second-level cache
-DEVICE_CHUNK_BYTES = 256 << 20  # enough rows to fill a GPU
 
 
 class _Cut(NamedTuple):

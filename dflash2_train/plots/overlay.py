@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash2_train.plots.figure import COLORS, Row, draw, finish, series, write_panels
-from dflash2_train.plots.training import LENGTHS
+from dflash2_train.plots.training import LENGTHS, Panel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,14 +35,21 @@ def write_overlay(runs: Mapping[str, Sequence[Row]], path: Path, title: str) -> 
         path: of the PNG.
         title: of the picture.
     """
+    write_panels(overlay_panels(runs), path, title)
+
+
+def overlay_panels(runs: Mapping[str, Sequence[Row]], *, legends: bool = True) -> list[Panel]:
+    """A panel for each figure that at least one run has, with a curve a run."""
     names = {name for rows in runs.values() for row in rows for name in row}
     lengths = sorted(name for name in names if name.startswith(LENGTHS))
     measured = [(name, name.removeprefix("validation/").replace("_", " "), "tokens", False) for name in lengths]
     curves = [curve for curve in (*measured, *CURVES) if curve[0] in names]
-    write_panels([partial(_panel, runs, *curve) for curve in curves], path, title)
+    return [partial(_panel, runs, *curve, legends) for curve in curves]
 
 
-def _panel(runs: Mapping[str, Sequence[Row]], name: str, title: str, unit: str, log: bool, axes: Axes) -> None:
+def _panel(
+    runs: Mapping[str, Sequence[Row]], name: str, title: str, unit: str, log: bool, legend: bool, axes: Axes
+) -> None:
     for place, (label, rows) in enumerate(runs.items()):
-        draw(axes, series(rows, name), label, COLORS[place % len(COLORS)])
+        draw(axes, series(rows, name), label if legend else "", COLORS[place % len(COLORS)])
     finish(axes, title, unit, log=log)

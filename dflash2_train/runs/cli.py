@@ -4,6 +4,7 @@
     dflash2-runs show runs/smollm2_cpu            what is known of one run
     dflash2-runs compare runs/a runs/b            settings that differ, and what came out
     dflash2-runs plot runs/a runs/b --output x.png    curves over each other; of one run its own picture
+    dflash2-runs sweep runs/a/sweep               jobs of dflash2-train --multirun, the best first, with a picture
 
 Nothing is started, changed or locked, so it may be used on runs that are under way. Exit code 2 for a folder that is
 no run or cannot be read.
@@ -135,6 +136,14 @@ def plot_runs(options: argparse.Namespace) -> None:
     _print(f"curves: {path}")
 
 
+def show_sweep(options: argparse.Namespace) -> None:
+    """Table and picture of a sweep, also while it is under way."""
+    from dflash2_train.runs.sweep import report_sweep
+
+    for folder in options.folders:
+        report_sweep(folder, by=options.by)
+
+
 def unlike_names(runs: Sequence[RunFolder]) -> list[str]:
     """Names of runs, with as much of the way to them as it takes to tell them apart."""
     depth = 1
@@ -155,18 +164,22 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="dflash2-runs", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = top.add_subparsers(dest="command", required=True, metavar="list | show | compare | plot")
+    commands = top.add_subparsers(dest="command", required=True, metavar="list | show | compare | plot | sweep")
     for name, run, words in (
         ("list", list_runs, "a line a run"),
         ("show", show_run, "what is known of a run"),
         ("compare", compare_runs, "settings that differ, and what came out"),
         ("plot", plot_runs, "curves as a PNG file"),
+        ("sweep", show_sweep, "jobs of a sweep, the best first, as a table and a picture"),
     ):
         command = commands.add_parser(name, help=words, description=words)
-        command.add_argument("folders", nargs="+", type=Path, help="run folders, or folders of them")
+        folders = "folders of sweeps" if name == "sweep" else "run folders, or folders of them"
+        command.add_argument("folders", nargs="+", type=Path, help=folders)
         command.set_defaults(run=run)
         if name == "plot":
             command.add_argument("--output", type=Path, help="default: metrics.png of the run, or runs.png here")
+        if name == "sweep":
+            command.add_argument("--by", help="figure that ranks; default: the best measured one that there is")
     return top
 
 

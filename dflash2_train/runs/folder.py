@@ -167,7 +167,7 @@ def open_run(path: Path) -> RunFolder:
     Raises:
         UserError: it holds none.
     """
-    run = _run_in(path)
+    run = find_run(path)
     if run is None:
         raise UserError(
             f"{path}: no run folder. One holds train/run.json or data/; name such a folder, as runs/smollm2_cpu."
@@ -183,8 +183,8 @@ def find_runs(paths: Iterable[Path]) -> list[RunFolder]:
     """
     found: list[RunFolder] = []
     for path in paths:
-        run = _run_in(path)
-        inside = [] if run or not path.is_dir() else [_run_in(part) for part in sorted(path.iterdir())]
+        run = find_run(path)
+        inside = [] if run or not path.is_dir() else [find_run(part) for part in sorted(path.iterdir())]
         runs = [one for one in (run, *inside) if one is not None]
         if not runs:
             open_run(path)
@@ -207,7 +207,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _run_in(path: Path) -> RunFolder | None:
+def find_run(path: Path) -> RunFolder | None:
+    """The run in a folder, or None."""
     path = path.resolve()
     training = path / "train"
     if any((training / name).exists() for name in (RECORD, METRICS)) or (path / "data").is_dir():

@@ -1,7 +1,7 @@
 """CPU time of a decoding cycle: this runner beside the reference runner (PyPI dflash) and plain decoding.
 
 ``python -m tests.bench.bench_runner EXPORTED_DRAFTER [--target targets/SmolLM2-135M-Instruct] [--new-tokens 64]
-[--prompts 2] [--dtype float32] [--threads 1] [--json FILE]``
+[--prompts 2] [--dtype float32] [--threads 1] [--json FILE] [--markdown FILE]``
 
 Every decoder gets the same target, drafter and prompts, greedily, one prompt at a time. Figures are CPU seconds of the
 process, which other users of the machine disturb least; with one thread they are also the time that a user waits on an
@@ -31,6 +31,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from dflash2_train.export.hf import load_drafter
 from dflash2_train.pretrained import load_pretrained
+from dflash2_train.provenance import machine
 from dflash2_train.runner import DecodeSettings, generate, outcome, plain_decode
 from dflash2_train.runner.packing import packed_linears
 from dflash2_train.runner.propose import DraftProposer
@@ -214,6 +215,29 @@ def show(rows: list[Figures], threads: int, dtype: str) -> None:
     Console(width=130).print(table)
 
 
+def markdown(rows: list[Figures], threads: int, dtype: str, machine: str) -> str:
+    """The table for a README: milliseconds by cycle, and both targets of the runner, against the first row."""
+    first = rows[0]
+    lines = [
+        f"CPU milliseconds of a cycle, {dtype}, {threads} thread(s), {machine}, torch {torch.__version__}:",
+        "",
+        "| decoder | tokens a cycle | draft | verify | other | cycle | against the reference | ms a token |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        draft, verify, other, cycle = (
+            f"{1000 * value / row.cycles:.1f}" for value in (row.draft, row.verify, row.other, row.total)
+        )
+        speculates = row.draft > 0
+        ratio = f"{row.total / row.cycles / (first.total / first.cycles):.2f}x" if speculates else ""
+        share = f" ({100 * row.other / row.total:.1f}%)" if speculates else ""
+        per_token = f"{1000 * row.total / row.tokens:.1f}"
+        drafted = draft if speculates else ""
+        cells = (row.decoder, f"{row.tokens / row.cycles:.2f}", drafted, verify, other + share, cycle, ratio, per_token)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure every decoder once and print the table."""
     parser = argparse.ArgumentParser(description="CPU time of a decoding cycle")
@@ -224,6 +248,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="also write the raw figures here")
+    parser.add_argument("--markdown", type=Path, help="also write the table for a README here")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     outcome.now = time.process_time
@@ -248,6 +273,11 @@ def main() -> None:
         measure_transformers(bench),
     ]
     show(rows, options.threads, options.dtype)
+    hardware = machine()
+    text = markdown(rows, options.threads, options.dtype, f"{hardware['cpu']}, {hardware['cores']} cores")
+    if options.markdown:
+        options.markdown.write_text(text + "\n", encoding="utf-8")
+    Console(width=200).print(f"\n{text}", highlight=False, markup=False)
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
 

@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 
 from data_gen.stage_plan import plan_stage
+from data_gen.tiny_target import HIDDEN, VOCAB
 from dflash2_train.app import register_schema
 from dflash2_train.config import ConfigError, RunConfig, load_config
 from dflash2_train.export.doctor import check_config
@@ -143,3 +144,22 @@ def test_a_misspelt_key_or_experiment_is_refused_by_name() -> None:
         load("+experiment=smollm2_cpu", "train.lrr=1")
     with pytest.raises(ConfigCompositionException, match="experiment/nope"):
         load("+experiment=nope")
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_tiny_scale_keeps_what_makes_an_experiment_and_shrinks_the_rest(experiment: str) -> None:
+    whole, tiny = load(f"+experiment={experiment}"), load(f"+experiment={experiment}", "+scale=tiny")
+    for key in ("num_layers", "block_size", "target_layer_ids", "layer_types", "conv_kernel_size", "selector_top_k"):
+        assert vars(tiny.drafter)[key] == vars(whole.drafter)[key]
+    assert tiny.target.num_layers == whole.target.num_layers
+    assert tiny.target.architecture == whole.target.architecture is not None
+    assert (tiny.loss, tiny.train.dtype, tiny.train.zero_stage) == (
+        whole.loss,
+        whole.train.dtype,
+        whole.train.zero_stage,
+    )
+    assert tiny.data.enable_thinking == whole.data.enable_thinking
+    assert (tiny.target.hidden_size, tiny.target.vocab_size) == (HIDDEN, VOCAB)
+    assert tiny.target.hidden_size < whole.target.hidden_size
+    assert tiny.run_dir != whole.run_dir
+    assert tiny.target.architecture in tiny.target.setup

@@ -1,4 +1,4 @@
-"""The server protocols under conf/ are those of the published cards, and every one of them composes."""
+"""The protocols under conf/ are those of the published cards, and every one of them composes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dflash2_train.config import ConfigError, EvalConfig, RunConfig
 from tests.unit.test_conf import CONF, load
 
 PROTOCOLS = sorted(path.stem for path in (CONF / "eval" / "protocol").glob("*.yaml"))
+OF_THE_RUNNER = ("tasks_runner", "sweep")
 ADDRESS = "eval.server.url=http://127.0.0.1:8000"
 
 
@@ -28,7 +29,7 @@ def protocol(name: str, *overrides: str) -> EvalConfig:
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_every_protocol_composes_and_writes_into_a_folder_of_its_own(name: str) -> None:
     settings = protocol(name)
-    assert settings.mode == "server"
+    assert settings.mode == ("runner" if name in OF_THE_RUNNER else "server")
     assert Path(settings.output_dir).name == name
 
 
@@ -63,6 +64,13 @@ def test_the_task_protocols_differ_in_samples_and_concurrency_alone() -> None:
     assert "\\boxed{}" in one.tasks[0].prompt and "\n" in one.tasks[0].prompt
 
 
+def test_the_runner_asks_the_tasks_of_the_server_and_sweeps_the_hold_out() -> None:
+    assert protocol("tasks_runner").tasks == protocol("tasks_c1").tasks
+    sweep = protocol("sweep")
+    assert (sweep.sweep.num_speculative_tokens, sweep.sweep.temperatures) == ([1, 3, 5, 7], [0.0, 0.6, 1.0])
+    assert sweep.tasks == []
+
+
 def test_a_value_on_the_command_line_wins_over_the_protocol() -> None:
     assert protocol("holdout500", "eval.server.concurrency=[8]").server.concurrency == [8]
 
@@ -75,6 +83,7 @@ def test_a_value_on_the_command_line_wins_over_the_protocol() -> None:
         ("server.concurrency", [], "different positive numbers"),
         ("server.concurrency", [4, 4], "different positive numbers"),
         ("server.label", "a/b", "names a folder"),
+        ("sweep.temperatures", [0.0, 1.0], "needs eval.mode=runner"),
         ("server.tries", 0, "must be positive"),
         ("num_drafted", 8, "between 1 and"),
         ("gate.tolerance", -1.0, "must not be negative"),

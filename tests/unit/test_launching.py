@@ -27,6 +27,7 @@ from dflash2_train.launching.job import Job, new_job
 from dflash2_train.launching.outcome import CRASH, DONE, FAULT, Failure, Outcome, cause_of, combined_code
 from dflash2_train.launching.shards import plan_spread, shard_config
 from dflash2_train.launching.slurm import job_script, submit
+from dflash2_train.run_control import EXIT_LOST_RANK, EXIT_STALLED
 
 
 def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -340,8 +341,11 @@ def test_the_slurm_script_stops_before_the_limit_queues_again_and_passes_shellch
     assert checked.returncode == 0, checked.stdout
 
 
-@pytest.mark.parametrize(("of_srun", "in_file", "code", "queued"), [(0, 143, 0, 1), (0, 1, 1, 0), (137, 143, 137, 0)])
-def test_only_a_stop_in_good_order_is_queued_again(
+@pytest.mark.parametrize(
+    ("of_srun", "in_file", "code", "queued"),
+    [(0, 143, 0, 1), (0, 1, 1, 0), (137, 143, 137, 0), (EXIT_LOST_RANK, 0, 0, 1), (EXIT_STALLED, 0, 0, 1)],
+)
+def test_a_stop_in_good_order_and_a_lost_rank_are_queued_again_and_nothing_else(
     tiny_config: RunConfig, tmp_path: Path, of_srun: int, in_file: int, code: int, queued: int
 ) -> None:
     job = new_job("dflash2-train", tiny_config)
@@ -356,6 +360,20 @@ def test_only_a_stop_in_good_order_is_queued_again(
     done = subprocess.run(["bash", str(tmp_path / "job.sbatch")], env=surroundings, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
     assert (tmp_path / "queued").exists() == bool(queued)
+
+
+def test_a_job_that_loses_ranks_again_and_again_is_not_queued_for_ever(tiny_config: RunConfig, tmp_path: Path) -> None:
+    tiny_config.launch.slurm.lost_requeues = 2
+    job = new_job("dflash2-train", tiny_config)
+    job.logs.mkdir(parents=True)
+    (tmp_path / "job.sbatch").write_text(job_script(tiny_config, job, command().words(AS_NODE)))
+    for name, text in (("srun", f"exit {EXIT_LOST_RANK}"), ("scontrol", "echo node1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    surroundings = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]"}
+    script = ["bash", str(tmp_path / "job.sbatch")]
+    codes = [subprocess.run(script, env=surroundings, capture_output=True).returncode for _ in range(3)]
+    assert codes == [0, 0, EXIT_LOST_RANK]
 
 
 def test_a_dry_run_prints_the_script_and_writes_nothing(

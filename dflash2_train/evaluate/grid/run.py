@@ -1,0 +1,183 @@
+"""``eval.mode=runner`` with eval.tasks or eval.sweep: measure what is missing, then report all of it.
+
+Into ``eval.output_dir/runner``: ``answers-<fingerprint>.jsonl``, a line a conversation and temperature, which a rerun
+continues; ``report.json`` in the form that all runs share; ``report.md``, ``report.html`` and ``plots.png``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dflash2_train.config import ConfigError, RunConfig, absolute, to_plain
+from dflash2_train.evaluate.grid.cells import cells_of, equality_checks
+from dflash2_train.evaluate.grid.measure import Grid, measure_units
+from dflash2_train.evaluate.grid.plan import PLAIN, ScriptedTask, Unit, describe_grid, load_scripts, units_of
+from dflash2_train.evaluate.grid.records import UnitRecord
+from dflash2_train.evaluate.measure import WARM_UP_TOKENS
+from dflash2_train.evaluate.ranks import Ranks, open_ranks
+from dflash2_train.evaluate.records import RecordsFile
+from dflash2_train.evaluate.render import lines_of_equality
+from dflash2_train.evaluate.report import EqualityReport, judge_checks
+from dflash2_train.evaluate.runs import RUNNER, EvalRun, runner_hardware
+from dflash2_train.evaluate.subject import (
+    decode_settings,
+    describe_models,
+    drafter_folder,
+    drafter_record,
+    open_models,
+    published_shape,
+)
+from dflash2_train.provenance import atomic_write_json, run_record
+from dflash2_train.target import open_target_config
+
+logger = logging.getLogger(__name__)
+REPORT_NAME = "report.json"
+
+
+def measure_grid(config: RunConfig) -> tuple[EvalRun, EqualityReport | None] | None:
+    """Measure and write ``report.json``; None on every rank but the first.
+
+    Raises:
+        ConfigError: prompts, drafter or K that cannot be measured, or a task of which no prompt fits the context.
+    """
+    folder = drafter_folder(config)
+    models = describe_models(config, folder)
+    context = min(published_shape(folder).max_position_embeddings, _target_context(config))
+    scripted = load_scripts(config)
+    protocol = describe_grid(config, models, scripted, context)
+    _check_lengths(scripted, protocol)
+    ranks = open_ranks()
+    if config.eval.spread_target and ranks.count > 1:
+        raise ConfigError(
+            f"eval.spread_target=true: {ranks.count} processes would each spread a target over the same GPUs. "
+            "Start one process."
+        )
+    output_dir = runner_folder(config)
+    results = RecordsFile(output_dir, protocol, UnitRecord.from_json, stem="answers", rank=ranks.rank)
+    units = units_of(scripted, protocol["temperatures"])
+    mine = ranks.share(units)
+    ranks.wait()  # all have read before anyone appends
+    if any(unit.key not in results.records for unit in mine):
+        _measure(config, folder, protocol, mine, results, ranks)
+    ranks.wait()
+    if not ranks.is_first:
+        return None
+    results.reload()
+    run, equality = build_run(config, folder, protocol, scripted, [results.records[unit.key] for unit in units])
+    value = {**run.to_json(), "equality": asdict(equality) if equality else None}
+    atomic_write_json(output_dir / REPORT_NAME, value)
+    return run, equality
+
+
+def runner_folder(config: RunConfig) -> Path:
+    """Where the files go."""
+    return absolute(config.eval.output_dir) / "runner"
+
+
+def _target_context(config: RunConfig) -> int:
+    return open_target_config(config.target).max_position_embeddings
+
+
+def _check_lengths(scripted: Sequence[ScriptedTask], protocol: dict[str, Any]) -> None:
+    """Say how many prompts are too long before anything is loaded.
+
+    Raises:
+        ConfigError: none of a task's prompts fits.
+    """
+    room = protocol["context"] - protocol["max_new_tokens"] - max(protocol["draft_lengths"])
+    for one in scripted:
+        lengths = [len(script.prompt_ids) for script in one.scripts]
+        too_long = sum(length > room for length in lengths)
+        if too_long == len(lengths):
+            raise ConfigError(
+                f"eval.max_new_tokens={protocol['max_new_tokens']}: none of the {too_long} prompts of {one.name}, the "
+                f"shortest of {min(lengths)} tokens, fits the context of {protocol['context']} tokens with its answer "
+                "and one block. Lower it, or take shorter prompts."
+            )
+        if too_long:
+            logger.warning("%s: %d of %d prompts are too long, counted apart", one.name, too_long, len(lengths))
+
+
+def _measure(
+    config: RunConfig,
+    folder: Path,
+    protocol: dict[str, Any],
+    units: Sequence[Unit],
+    results: RecordsFile[UnitRecord],
+    ranks: Ranks,
+) -> None:
+    """Load both models and fill ``results``."""
+    from dflash2_train.runner import packed_linears
+
+    target_model, drafter = open_models(config, folder, ranks.device)
+    grid = Grid(
+        target_model=target_model,
+        drafter=drafter,
+        settings=lambda drafted, temperature: decode_settings(
+            config, protocol, drafted=max(1, drafted), temperature=temperature
+        ),
+        drafted=protocol["draft_lengths"],
+        baseline=config.eval.baseline,
+        context=protocol["context"],
+        seed=config.eval.seed,
+    )
+    with packed_linears(target_model, drafter) if protocol["packed_weights"] else nullcontext():
+        measure_units(grid, units, results)
+
+
+def build_run(
+    config: RunConfig,
+    folder: Path,
+    protocol: dict[str, Any],
+    scripted: Sequence[ScriptedTask],
+    records: Sequence[UnitRecord],
+) -> tuple[EvalRun, EqualityReport | None]:
+    """All records as a run, and the verdict on greedy equality; None where nothing was checked."""
+    drafted = protocol["draft_lengths"]
+    cells = cells_of(
+        scripted,
+        {record.key: record for record in records},
+        temperatures=protocol["temperatures"],
+        decoders=[PLAIN, *drafted] if config.eval.baseline else drafted,
+        context=protocol["context"],
+    )
+    equality = judge_checks(equality_checks(records), config.eval.dtype)
+    record = run_record(to_plain(config))
+    hardware = runner_hardware(record.get("machine"), protocol["device"])
+    run = EvalRun(
+        kind=RUNNER,
+        label="runner",
+        protocol={"engine": "built-in runner", "hardware": hardware, "ignore_eos": False, **protocol},
+        cells=cells,
+        labels=run_labels(protocol, scripted, equality),
+        run={"evaluation": record, "drafter": drafter_record(folder)},
+    )
+    return run, equality
+
+
+def run_labels(
+    protocol: dict[str, Any], scripted: Sequence[ScriptedTask], equality: EqualityReport | None
+) -> list[str]:
+    """What a reader must know about all figures."""
+    labels = [
+        f"warm-up: at each start every decoder first answers one prompt with up to {WARM_UP_TOKENS} tokens at each "
+        "temperature; those answers are in no figure"
+    ]
+    if protocol["baseline"]:
+        labels.append("plain decoding and every K take turns, conversation by conversation, in one process")
+    if 0.0 in protocol["temperatures"]:
+        labels += [f"greedy equality: {line}" for line in lines_of_equality(equality, what="answers")]
+    sampled = [f"{temperature:g}" for temperature in protocol["temperatures"] if temperature > 0]
+    if sampled:
+        labels.append(
+            f"temperature {', '.join(sampled)}: equality does not apply to sampled answers, which differ from plain "
+            "ones and have their distribution"
+        )
+    if any(script.follow_ups for one in scripted for script in one.scripts):
+        labels.append("further turns are asked with the decoder's own answers before them, all their tokens kept")
+    return labels

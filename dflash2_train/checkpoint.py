@@ -64,8 +64,14 @@ class Checkpoint:
     fingerprint: dict[str, Any]
 
 
-def verified_checkpoint(folder: Path) -> Checkpoint | None:
-    """The checkpoint in ``folder`` if its manifest holds, else None with a warning that says why."""
+def verified_checkpoint(folder: Path, *, hashed: bool = True) -> Checkpoint | None:
+    """The checkpoint in ``folder`` if its manifest holds, else None with a warning that says why.
+
+    Args:
+        folder: of one checkpoint.
+        hashed: compare each file's sha256; False only looks whether the files are there, for who reads a part of them
+            and takes the sha256 of that while reading.
+    """
     manifest_path = folder / MANIFEST
     if not manifest_path.exists():
         logger.warning("%s has no %s and is passed over", folder, MANIFEST)
@@ -80,7 +86,7 @@ def verified_checkpoint(folder: Path) -> Checkpoint | None:
         return None
     for name, digest in manifest["files"].items():
         path = folder / name
-        if not path.exists() or sha256_file(path) != digest:
+        if not path.exists() or (hashed and sha256_file(path) != digest):
             logger.warning("%s is missing or changed; the checkpoint is passed over", path)
             return None
     return Checkpoint(
@@ -92,11 +98,14 @@ def verified_checkpoint(folder: Path) -> Checkpoint | None:
     )
 
 
-def newest_checkpoint(root: Path) -> Checkpoint | None:
-    """The newest checkpoint under ``root`` whose files all verify, or None when there is none at all."""
+def newest_checkpoint(root: Path, *, hashed: bool = True) -> Checkpoint | None:
+    """The newest checkpoint under ``root`` whose files all verify, or None when there is none at all.
+
+    ``hashed`` as in :func:`verified_checkpoint`.
+    """
     folders = sorted((path for path in root.glob("step*") if path.is_dir()), key=lambda path: path.name, reverse=True)
     for folder in folders:
-        checkpoint = verified_checkpoint(folder)
+        checkpoint = verified_checkpoint(folder, hashed=hashed)
         if checkpoint is not None:
             return checkpoint
     if folders:

@@ -34,6 +34,7 @@ RECORDED_PACKAGES = (
     "hydra-core",
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "tiktoken.model")
+WEIGHT_INDEX = "model.safetensors.index.json"  # of a folder with several weight files
 _READ_BYTES = 1 << 20
 NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")  # the driver's own list, so that no CUDA library is needed
 _LOCAL_PATH = re.compile(r"(?<![\w.:/~…])~?/(?:[^/\s'\",\]}]+/)*([^/\s'\",\]}]+)/?")
@@ -84,7 +85,7 @@ def hash_model_folder(folder: Path) -> str:
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     if folder.parent.name == "snapshots":
         digest.update(f"\0revision {folder.name}".encode())
-        index = folder / "model.safetensors.index.json"
+        index = folder / WEIGHT_INDEX
         if index.is_file():
             digest.update(index.read_bytes())
         return digest.hexdigest()

@@ -21,14 +21,13 @@ from torch import Tensor
 
 from dflash2_train.config import ConfigError, TargetConfig, absolute
 from dflash2_train.pretrained import load_pretrained
-from dflash2_train.provenance import hash_model_folder, safetensors_header
+from dflash2_train.provenance import WEIGHT_INDEX, hash_model_folder, safetensors_header
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
-INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tiktoken.model")
 DECODER_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.")
 HEAD_NAMES = (
@@ -160,8 +159,9 @@ class TargetTensors:
         )
 
     def _name_to_file(self) -> dict[str, str]:
-        if (self._folder / INDEX_FILE).is_file():
-            return {str(name): str(file) for name, file in _read_json(self._folder / INDEX_FILE)["weight_map"].items()}
+        if (self._folder / WEIGHT_INDEX).is_file():
+            listed = _read_json(self._folder / WEIGHT_INDEX)["weight_map"]
+            return {str(name): str(file) for name, file in listed.items()}
         paths = sorted(self._folder.glob("*.safetensors"))
         if not paths and not _is_local(self._target):
             paths = [self._locate("model.safetensors")]

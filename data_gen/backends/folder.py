@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash2_train.config import ConfigError, TargetConfig, absolute
+from dflash2_train.provenance import WEIGHT_INDEX
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-WEIGHT_INDEX = "model.safetensors.index.json"
 NORM_NAMES = ("model.norm.weight", "model.language_model.norm.weight", "language_model.model.norm.weight")
 HEAD_NAMES = (
     "lm_head.weight",

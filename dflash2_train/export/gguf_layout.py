@@ -14,13 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dflash2_train.model.drafter_config import DrafterShape
+from dflash2_train.model.drafter_config import EMBEDDING, HEAD, DrafterShape
 
 ARCHITECTURE = "dflash"
 OWN_PREFIX = "dflash2_train"  # keys that only this project reads; llama.cpp passes over them
 MASK_KEY = "tokenizer.ggml.mask_token_id"
 TOKENS_KEY = "tokenizer.ggml.tokens"
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # published names of what a drafter may bring along
 
 _WHOLE = {
     "fc.weight": "fc.weight",

@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 
 from dflash2_train.export.gguf_layout import (
-    EMBEDDING,
-    HEAD,
     TOKENS_KEY,
     published_name,
     shape_from_entries,
 )
 from dflash2_train.export.gguf_types import GgufError, decode, gguf_package
 from dflash2_train.model.drafter import Drafter
-from dflash2_train.model.drafter_config import DrafterShape
+from dflash2_train.model.drafter_config import EMBEDDING, HEAD, DrafterShape
 
 PIECE_VALUES = 1 << 22  # values decoded at a time: 16 MiB in fp32
 _COUNTED_KEYS = (TOKENS_KEY, "tokenizer.ggml.merges", "tokenizer.ggml.token_type", "tokenizer.ggml.scores")

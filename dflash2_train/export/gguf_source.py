@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dflash2_train.config import GgufConfig, TargetConfig
-from dflash2_train.export.gguf_layout import EMBEDDING, HEAD, gguf_name, shape_faults, storage_type
+from dflash2_train.export.gguf_layout import gguf_name, shape_faults, storage_type
 from dflash2_train.export.gguf_read import PIECE_VALUES
 from dflash2_train.export.gguf_types import GgufError
 from dflash2_train.export.payload import (
@@ -30,7 +30,7 @@ from dflash2_train.export.payload import (
 )
 from dflash2_train.export.weight_files import WeightFiles
 from dflash2_train.model.drafter import Drafter
-from dflash2_train.model.drafter_config import DrafterShape
+from dflash2_train.model.drafter_config import EMBEDDING, HEAD, DrafterShape
 from dflash2_train.provenance import sha256_file, sha256_json
 from dflash2_train.target import TargetTensors
 

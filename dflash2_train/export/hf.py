@@ -1,8 +1,13 @@
 """Writing a drafter as a folder that servers load, and loading such a folder strictly.
 
 A folder is written under a temporary name tensor by tensor, checked there (:mod:`dflash2_train.export.doctor`), its
-bytes on disk compared with those that were written, and only then renamed: a bad export never takes the place of a good
-one, and memory is that of the largest tensor.
+bytes compared with those that were written, and only then renamed: a bad export never takes the place of a good one,
+and memory is that of the largest tensor.
+
+Weights are read once, with the sha256 of their checkpoint's file; written once, with the sha256 of what is handed to
+the system; and what was written is read back once, by the doctor, which takes values and sha256 from the same bytes.
+Reading back is the one proof that a reader finds what was meant: a write may be cut or land in a wrong place, and
+header and offsets are seen by a reader alone. It goes on while the system still carries the files to the disk.
 """
 
 from __future__ import annotations
@@ -10,6 +15,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +24,10 @@ import torch
 from torch import Tensor
 
 from dflash2_train.config import RunConfig, UserError
-from dflash2_train.export.doctor import ERROR, check_folder
+from dflash2_train.export.doctor import ERROR, Finding
+from dflash2_train.export.doctor.examine import examine
+from dflash2_train.export.doctor.opened import OpenedDrafter
+from dflash2_train.export.doctor.target_facts import TargetFacts
 from dflash2_train.export.payload import (
     CONFIG,
     MASK,
@@ -164,12 +174,19 @@ def _write_folder(
 ) -> None:
     """Every file of an export, then the checks; arguments as :func:`export_hf`."""
     atomic_write_json(folder / CONFIG, published_config(source.shape, target_info, dtype))
+    hashes = write_tensors(folder, source, torch_dtype(dtype), config.export.max_shard_gib)
     mask = source.read(MASK_PARAMETER).detach().to("cpu", torch_dtype(dtype), copy=True).contiguous()
     torch.save(mask, folder / MASK)
-    hashes = write_tensors(folder, source, torch_dtype(dtype), config.export.max_shard_gib)
-    write_papers(folder, config, target_info, mask, run_record=run_record, dtype=dtype)
-    refuse_faults(folder, target_info)
-    refuse_difference(folder, source.shape, mask, hashes)
+    source.check_read()
+    with ThreadPoolExecutor(1) as flushing:
+        flushed = [flushing.submit(fsync_path, folder / name) for name in hashes]
+        write_papers(folder, config, target_info, mask, run_record=run_record, dtype=dtype, hashes=hashes)
+        examined = examine(folder, target=TargetFacts.of(target_info))
+        if examined.subject is not None:
+            refuse_difference(examined.subject, source.shape, mask, hashes)
+        refuse_faults(examined.findings)
+        for done in flushed:
+            done.result()
 
 
 def _module_weights(drafter: Drafter) -> ModuleWeights:
@@ -192,9 +209,8 @@ def write_tensors(
     return write_weights(folder, shapes, source.read, dtype=dtype, max_bytes=max_bytes)
 
 
-def refuse_faults(folder: Path, target_info: TargetInfo) -> None:
-    """Raise ExportError for the doctor's errors about ``folder``; log its warnings."""
-    findings = check_folder(folder, target_info=target_info)
+def refuse_faults(findings: Sequence[Finding]) -> None:
+    """Raise ExportError for the doctor's errors; log its warnings."""
     errors = [finding for finding in findings if finding.severity == ERROR]
     for finding in findings:
         if finding.severity != ERROR:
@@ -204,19 +220,21 @@ def refuse_faults(folder: Path, target_info: TargetInfo) -> None:
         raise ExportError(f"the exported drafter would not serve as trained, so it is not published:\n  {listed}")
 
 
-def refuse_difference(folder: Path, shape: DrafterShape, mask: Tensor, hashes: dict[str, str]) -> None:
+def refuse_difference(drafter: OpenedDrafter, shape: DrafterShape, mask: Tensor, hashes: dict[str, str]) -> None:
     """Raise ExportError unless the folder reads back as what was written.
 
     Args:
-        folder: with its record, which lists the hashes of the files as they are on disk.
+        drafter: the folder as the doctor read it.
         shape: of the drafter.
         mask: the vector [H] that was written.
         hashes: weights file -> sha256 of the bytes that were handed to the disk.
     """
-    found = read_json(folder / RECORD)["files"]
-    different = [name for name, digest in hashes.items() if found.get(name) != digest]
+    folder = drafter.folder
+    if folder is None:
+        raise ValueError("a configuration alone was never written")
+    different = [name for name, digest in hashes.items() if drafter.weights.sha256(folder / name) != digest]
     different += [] if torch.equal(torch.load(folder / MASK, weights_only=True), mask) else [MASK]
-    different += [] if DrafterShape.from_published(read_json(folder / CONFIG)) == shape else [CONFIG]
+    different += [] if DrafterShape.from_published(drafter.config) == shape else [CONFIG]
     if different:
         listed = ", ".join(different)
         raise ExportError(f"read back, these files differ from what was written: {listed}. Check the disk.")

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def write_papers(
     *,
     run_record: dict[str, Any],
     dtype: str,
+    hashes: Mapping[str, str],
 ) -> None:
     """Card, provenance and record beside the weights, with the sha256 of every file.
 
@@ -54,6 +56,7 @@ def write_papers(
         mask: the mask vector [H] as written.
         run_record: ``provenance.run_record`` and what tells about the weights under ``source``.
         dtype: of the weights, by its torch name.
+        hashes: weights file -> sha256, as the writer took it.
     """
     published = read_json(folder / CONFIG)
     headers = [read_header(path) for path in sorted(folder.glob("*.safetensors"))]
@@ -75,13 +78,20 @@ def write_papers(
         },
         "evaluations": [],
     }
-    finish_papers(folder, record)
+    finish_papers(folder, record, known=hashes)
 
 
-def finish_papers(folder: Path, record: dict[str, Any]) -> None:
-    """Write card and PROVENANCE.txt from ``record``, then ``run.json`` with all hashes, its own included."""
+def finish_papers(folder: Path, record: dict[str, Any], *, known: Mapping[str, str] | None = None) -> None:
+    """Write card and PROVENANCE.txt from ``record``, then ``run.json`` with all hashes, its own included.
+
+    Args:
+        folder: of the drafter.
+        record: content of ``run.json`` but for the hashes.
+        known: file name -> sha256 of files that need not be read for it.
+    """
     record = {key: value for key, value in record.items() if key not in ("files", SELF)}
-    hashes = hash_files(folder, leave_out=PAPERS)
+    known = known or {}
+    hashes = dict(sorted({**hash_files(folder, leave_out=(*PAPERS, *known)), **known}.items()))
     atomic_write_text(folder / CARD, card_text(read_json(folder / CONFIG), record, hashes))
     atomic_write_text(folder / PROVENANCE, provenance_text(record, hashes))
     record["files"] = {**hashes, **{name: sha256_file(folder / name) for name in (CARD, PROVENANCE)}}

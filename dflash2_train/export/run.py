@@ -16,7 +16,7 @@ from dflash2_train.export.hf import ExportError, export_hf, published_config
 from dflash2_train.export.history import training_facts
 from dflash2_train.export.weight_sources import CheckpointWeights, checkpoint_source
 from dflash2_train.model.drafter_config import DrafterShape
-from dflash2_train.provenance import public_value, run_record, sha256_file, sha256_json
+from dflash2_train.provenance import public_value, run_record, sha256_json
 from dflash2_train.target import open_target_config
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,9 @@ NOT_CONTENT = ("output_dir", "format", "checkpoint")  # keys of export.* that do
 
 
 def chosen_checkpoint(config: RunConfig) -> Path:
-    """``export.checkpoint``, where ``best`` is the one marked so, or the newest whole checkpoint of the training run.
+    """``export.checkpoint``, where ``best`` is the one marked so, or the newest checkpoint of the training run.
+
+    Its files are looked for and not read: their sha256 is taken while they are exported.
 
     Raises:
         UserError: there is none.
@@ -46,7 +48,7 @@ def chosen_checkpoint(config: RunConfig) -> Path:
             )
         return folder
     root = absolute(config.train.output_dir)
-    found = newest_checkpoint(root)
+    found = newest_checkpoint(root, hashed=False)
     if found is None:
         raise UserError(f"{root}: no checkpoint to export. Train first: dflash2-train +experiment={config.name}")
     return found.folder
@@ -81,7 +83,7 @@ def check_exportable(config: RunConfig) -> None:
 
 def weights_record(config: RunConfig, checkpoint: Path, source: CheckpointWeights) -> dict[str, Any]:
     """What identifies the exported weights: the checkpoint's name, step and hash, and what its run recorded."""
-    hashes = {f"{path.parent.name}/{path.name}": sha256_file(path) for path in source.paths}
+    hashes = {f"{path.parent.name}/{path.name}": digest for path, digest in source.hashes.items()}
     averaged = len(hashes) > 1
     return {
         "checkpoint": checkpoint.name,

@@ -1,13 +1,16 @@
 """Where exported weights come from, each read by name and dropped again: a module, checkpoints, the target's tables.
 
 A source knows the drafter's shape and gives every published tensor and the mask vector. Checkpoints are read from
-their files, so that no module is built; several of them give their mean, in fp32 and rounded once by the writer.
+their files, so that no module is built; several of them give their mean, in fp32 and rounded once by the writer. The
+sha256 of a checkpoint's file is taken of the bytes that the export read, so a file that is damaged, or that changes
+while it is read, is noticed without reading it twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,10 +19,12 @@ from torch import Tensor
 from dflash2_train.checkpoint import AVERAGED_WEIGHTS, MANIFEST, WEIGHTS, verified_checkpoint
 from dflash2_train.config import ConfigError, RunConfig, UserError
 from dflash2_train.engine import MASTERS
-from dflash2_train.export.payload import read_header, read_json, tensor_faults
-from dflash2_train.export.weight_files import EMBEDDING, read_tensor
+from dflash2_train.export.payload import read_json, tensor_faults
+from dflash2_train.export.tensor_file import TensorFile
+from dflash2_train.export.weight_files import EMBEDDING
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
+from dflash2_train.provenance import sha256_file
 
 MASK_PARAMETER = "mask_embedding"
 FREE_KEYS = ("max_position_embeddings", "initializer_range", "selector_top_k")  # no weight depends on them
@@ -35,6 +40,9 @@ class WeightSource(Protocol):
 
     def read(self, name: str) -> Tensor:
         """A published tensor or ``mask_embedding``, floating point, any device."""
+
+    def check_read(self) -> None:
+        """To be called when everything is read; raises UserError where it was not what it was to be."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,9 @@ class ModuleWeights:
         tensor: Tensor = self.drafter.state_dict()[name]
         return tensor
 
+    def check_read(self) -> None:
+        """Nothing: memory has no manifest."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointWeights:
@@ -69,28 +80,63 @@ class CheckpointWeights:
     shape: DrafterShape
     paths: Sequence[Path]  # at least one
 
+    @cached_property
+    def hashes(self) -> dict[Path, str]:
+        """File -> the sha256 that its checkpoint's manifest gives; of a file that it does not list, the present one."""
+        listed = {path: read_json(path.parent / MANIFEST)["files"].get(path.name) for path in self.paths}
+        return {path: str(digest) if digest else sha256_file(path) for path, digest in listed.items()}
+
+    @cached_property
+    def files(self) -> list[TensorFile]:
+        """The files, opened.
+
+        Raises:
+            UserError: one is missing, cut or damaged.
+        """
+        try:
+            return [TensorFile(path) for path in self.paths]
+        except ValueError as error:
+            raise UserError(f"{error} Or name another checkpoint with export.checkpoint.") from error
+
     def check(self) -> None:
         """Refuse files that do not hold a drafter of ``shape``.
 
         Raises:
             ValueError: names the file and the tensors.
+            UserError: a file cannot be read.
         """
-        for path in self.paths:
+        for file in self.files:
             try:
-                _refuse_faults(read_header(path), self.shape)
+                _refuse_faults(file.header, self.shape)
             except ValueError as error:
-                raise ValueError(f"{path}: {error}") from error
+                raise ValueError(f"{file.path}: {error}") from error
 
     def read(self, name: str) -> Tensor:
         """The tensor as stored, or the fp32 mean."""
-        first, *rest = self.paths
-        tensor = read_tensor(first, name)
+        first, *rest = self.files
+        tensor = first.read(name)
         if not rest:
             return tensor
+        first.settle()  # fp32 values are summed up where they lie
         total = tensor.float()
-        for path in rest:
-            total += read_tensor(path, name)
+        for file in rest:
+            total += file.read(name)
         return total.div_(len(self.paths))
+
+    def check_read(self) -> None:
+        """Refuse files whose bytes, as they were read, are not those of the manifest.
+
+        Raises:
+            UserError: names the file.
+        """
+        for file in self.files:
+            found, recorded = file.sha256(), self.hashes[file.path]
+            if found != recorded:
+                raise UserError(
+                    f"{file.path}: has sha256 {found[:12]}…, {MANIFEST} says {recorded[:12]}…: it is damaged or was "
+                    "written to while it was read. Nothing is exported. Restore it, or name another checkpoint with "
+                    "export.checkpoint."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +161,10 @@ class TableWeights:
         folded = self.tables[name].clone()  # a tied target's head is this very tensor
         folded[self.shape.mask_token_id] = self.drafter.read(MASK_PARAMETER).to(folded)
         return folded
+
+    def check_read(self) -> None:
+        """As the drafter's source does; the tables were read before."""
+        self.drafter.check_read()
 
 
 def _refuse_faults(header: dict[str, tuple[str, tuple[int, ...]]], shape: DrafterShape) -> None:
@@ -147,7 +197,7 @@ def checkpoint_source(config: RunConfig, newest: Path) -> CheckpointWeights:
 
 
 def _averaged_folders(config: RunConfig, newest: Path) -> list[Path]:
-    """``newest`` and the ``export.average_last`` - 1 checkpoints before it, all whole and of one run."""
+    """``newest`` and the ``export.average_last`` - 1 checkpoints before it, all of one run."""
     wanted = config.export.average_last
     older = sorted(
         path for path in newest.parent.glob("step*") if (path / MANIFEST).exists() and path.name <= newest.name
@@ -159,9 +209,9 @@ def _averaged_folders(config: RunConfig, newest: Path) -> list[Path]:
         )
     fingerprints = []
     for folder in older[-wanted:]:
-        checkpoint = verified_checkpoint(folder)
+        checkpoint = verified_checkpoint(folder, hashed=False)
         if checkpoint is None:
-            raise UserError(f"{folder}: missing or changed files, see the log. Lower export.average_last.")
+            raise UserError(f"{folder}: missing files, see the log. Lower export.average_last.")
         fingerprints.append(checkpoint.fingerprint)
     if any(fingerprint != fingerprints[0] for fingerprint in fingerprints):
         raise UserError(f"{newest.parent}: its checkpoints are of runs with different settings and have no mean.")

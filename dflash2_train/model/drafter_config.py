@@ -20,6 +20,7 @@ from dflash2_train.taps import check_taps
 
 ARCHITECTURE = "DFlash2DraftModel"
 MODEL_TYPE = "qwen3"  # the transformers class whose fields the published file follows
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # tables that a drafter may bring along, [V, H] each
 
 # Keys that change what some server computes and that this drafter does not implement: value that means "off".
 _REFUSED_TOP_LEVEL: dict[str, object] = {

@@ -267,7 +267,12 @@ def test_a_mean_ends_at_the_checkpoint_that_is_named(tiny_config: RunConfig, che
 
 @pytest.mark.parametrize(
     ("fault", "text"),
-    [("few", "has 4 checkpoints"), ("damaged", "missing or changed"), ("foreign", "different settings")],
+    [
+        ("few", "has 4 checkpoints"),
+        ("damaged", "cannot be read.*export.checkpoint"),
+        ("missing", "missing files"),
+        ("foreign", "different settings"),
+    ],
 )
 def test_a_mean_of_too_few_damaged_or_foreign_checkpoints_is_refused(
     tiny_config: RunConfig, checkpoints: list[Path], fault: str, text: str
@@ -275,7 +280,9 @@ def test_a_mean_of_too_few_damaged_or_foreign_checkpoints_is_refused(
     if fault == "few":
         tiny_config.export.average_last = 5
     elif fault == "damaged":
-        (checkpoints[2] / WEIGHTS).write_bytes(b"")
+        (checkpoints[2] / "masters.safetensors").write_bytes(b"")
+    elif fault == "missing":
+        (checkpoints[2] / WEIGHTS).unlink()
     else:
         edit_json(checkpoints[2] / MANIFEST, fingerprint={"lr": 2})
     with pytest.raises(UserError, match=text):

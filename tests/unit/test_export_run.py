@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+from io import FileIO
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dflash2_train import provenance
 from dflash2_train.checkpoint import AVERAGED_WEIGHTS, MANIFEST, WEIGHTS, mark_best
 from dflash2_train.config import ConfigError, RunConfig, UserError
-from dflash2_train.export import run
+from dflash2_train.export import record, run, tensor_file, weight_sources
+from dflash2_train.export.doctor import record_checks
 from dflash2_train.export.hf import load_drafter
+from dflash2_train.export.weight_sources import CheckpointWeights
 from dflash2_train.provenance import atomic_write_json, sha256_file
 from tests.cases import make_drafter, make_target_info
 
@@ -133,3 +139,65 @@ def test_an_export_that_the_training_would_not_leave_is_refused_before_the_first
         run.check_exportable(config)
     config.train.ema_decay = 0.9
     run.check_exportable(config)
+
+
+@pytest.mark.parametrize("average_last", [1, 2])
+def test_a_checkpoint_whose_bytes_are_not_its_manifests_is_not_exported(config: RunConfig, average_last: int) -> None:
+    for step in range(10, 30, 10):
+        folder = write_checkpoint(config, step)
+    if average_last > 1:
+        config.export.weights, config.export.average_last = "mean", average_last
+    data = bytearray((folder / WEIGHTS).read_bytes())
+    data[-1] ^= 1  # the last byte of a value, which no header tells
+    (folder / WEIGHTS).write_bytes(data)
+    with pytest.raises(UserError, match=r"MANIFEST\.json says.*Nothing is exported"):
+        run.export_checkpoint(config)
+    out = Path(config.export.output_dir)
+    assert not out.exists() and not list(out.parent.glob(".*.tmp")), "nothing under the final name, nothing beside it"
+
+
+def test_a_checkpoint_that_changes_while_it_is_read_is_not_exported(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_checkpoint(config, 10) / WEIGHTS
+    whole = load_file(path)
+    read = CheckpointWeights.read
+
+    def overtaken(source: CheckpointWeights, name: str) -> torch.Tensor:
+        tensor = read(source, name)
+        if name == "fc.weight":  # another process puts a new file in the place of the old one
+            save_file({key: value + 1 for key, value in whole.items()}, path)
+        return tensor
+
+    monkeypatch.setattr(CheckpointWeights, "read", overtaken)
+    with pytest.raises(UserError, match="written to while it was read"):
+        run.export_checkpoint(config)
+    assert not Path(config.export.output_dir).exists()
+
+
+def test_weights_are_read_once_from_the_checkpoint_and_once_from_the_export(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_checkpoint(config, 10) / WEIGHTS
+    taken: Counter[str] = Counter()
+    for module in (provenance, record_checks, record, weight_sources):
+        monkeypatch.setattr(module, "sha256_file", lambda file: taken.update([file.name]) or sha256_file(file))
+    passed = tensor_file._read_whole
+
+    def counted(file: FileIO, piece: memoryview) -> None:
+        taken[f"bytes of {Path(str(file.name)).parent.name[:4]}"] += len(piece)
+        passed(file, piece)
+
+    monkeypatch.setattr(tensor_file, "_read_whole", counted)
+    folder = run.export_checkpoint(config)
+    assert taken["model.safetensors"] == taken[WEIGHTS] == 0, "no pass for a hash alone"
+    mask = 4 * config_hidden(folder)
+    assert taken["bytes of step"] == path.stat().st_size + mask, "the mask vector is small, and read out of order"
+    written = (folder / "model.safetensors").stat().st_size
+    small = sum(tensor.nbytes for name, tensor in load_file(folder / "model.safetensors").items() if "base_k" in name)
+    assert written <= sum(v for k, v in taken.items() if k.startswith("bytes of .")) <= written + small
+
+
+def config_hidden(folder: Path) -> int:
+    """H of an exported drafter."""
+    return int(json.loads((folder / "config.json").read_text())["hidden_size"])

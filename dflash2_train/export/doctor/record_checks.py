@@ -39,8 +39,11 @@ def _hash_of(path: Path, size: int, changed_ns: int) -> str:
     return sha256_file(path)
 
 
-def _sha256(path: Path) -> str:
-    """The file's sha256, computed once for both records: weights are large."""
+def _sha256(drafter: OpenedDrafter, path: Path) -> str:
+    """The file's sha256; of weights, which are large, it comes with the reading of their values."""
+    known = drafter.weights.sha256(path)
+    if known is not None:
+        return known
     stat = path.stat()
     return _hash_of(path, stat.st_size, stat.st_mtime_ns)
 
@@ -139,7 +142,7 @@ def _hash(drafter: OpenedDrafter) -> Iterator[str]:
     folder, listed = drafter.folder, _listed(drafter)
     if folder is not None:
         for name in sorted(listed.keys() & _present(folder)):
-            if _sha256(folder / name) != listed[name]:
+            if _sha256(drafter, folder / name) != listed[name]:
                 yield f"{name} changed after it was exported"
 
 
@@ -156,7 +159,7 @@ def _provenance(drafter: OpenedDrafter) -> Iterator[str]:
     text = (drafter.folder / PROVENANCE).read_text(encoding="utf-8", errors="replace")
     present = _present(drafter.folder)
     for name, digest in listed_hashes(text).items():
-        if name in present and _sha256(drafter.folder / name) != digest:
+        if name in present and _sha256(drafter, drafter.folder / name) != digest:
             yield f"{name} is not the file that {PROVENANCE} speaks of"
 
 

@@ -217,7 +217,8 @@ def _stated_type(drafter: OpenedDrafter) -> Iterator[str]:
 )
 def _finite(drafter: OpenedDrafter) -> Iterator[str]:
     weights = drafter.weights
-    for name in (*_as_expected(drafter), *(name for name in TABLES if name in weights.tensors)):
+    # in the order of the file, so that its sha256 comes with its values
+    for name in sorted({*_as_expected(drafter), *(name for name in TABLES if name in weights.tensors)}):
         if not weights.figures(name).finite:
             yield f"{name} holds values that are not finite"
 

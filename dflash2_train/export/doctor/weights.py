@@ -1,8 +1,7 @@
-"""The tensors of a folder, of one safetensors file or of an indexed set, one in memory at a time."""
+"""The values of a folder's tensors, one tensor in memory at a time; each weight file is read from start to end once."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,19 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dflash2_train.export.payload import WEIGHTS, read_header
-from dflash2_train.export.weight_files import INDEX, read_tensor
+from dflash2_train.export.payload import PLAIN_DTYPES
+from dflash2_train.export.tensor_file import TensorFile
+from dflash2_train.export.weight_files import FoundWeights, StoredTensor, read_tensor
 
 PIECE_ELEMENTS = 1 << 23  # of a tensor in float32 at a time: 32 MiB
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredTensor:
-    """Where a tensor lies and what its file says of it."""
-
-    file: Path
-    dtype: str  # safetensors' name of it
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,65 +41,27 @@ class Weights:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self.tensors: dict[str, StoredTensor] = {}
-        self.unreadable: list[str] = []
-        self.index_faults: list[str] = []
-        self.files: list[Path] = []
+        found = None if folder is None else FoundWeights(folder)
+        self.tensors: dict[str, StoredTensor] = {} if found is None else found.tensors
+        self.unreadable = [] if found is None else [fault.short for fault in found.unreadable]
+        self.index_faults = [] if found is None else [fault.short for fault in found.index_faults]
+        self.files = [] if found is None else found.files
+        self._open: dict[Path, TensorFile] = {} if found is None else found.open_files
         self._figures: dict[str, Figures] = {}
-        if folder is not None:
-            self._open(folder)
+        self._sha256: dict[Path, str] = {}
 
-    def _open(self, folder: Path) -> None:
-        index = folder / INDEX
-        listed = self._read_index(index) if index.exists() else None
-        if listed is None:
-            self.files = [folder / WEIGHTS]
-        else:
-            self.files = [folder / name for name in sorted(set(listed.values()))]
-        for path in self.files:
-            self._enter(path)
-        if listed is not None:
-            self._compare(listed)
-
-    def _read_index(self, path: Path) -> dict[str, str] | None:
-        """Tensor name -> file name, or None (and a fault) if the index is no such list."""
-        try:
-            listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-            named = {str(name): str(file) for name, file in listed.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            self.index_faults.append(f"{INDEX}: no readable weight_map ({type(error).__name__}: {error})")
-            return None
-        outside = sorted({file for file in named.values() if Path(file).name != file})
-        if outside:  # a path out of the folder is no shard of this drafter, and is not opened
-            self.index_faults += [f"{INDEX} names {file}, which is no file name in this folder" for file in outside]
-            return None
-        return named
-
-    def _enter(self, path: Path) -> None:
-        try:
-            header = read_header(path)
-        except ValueError as error:
-            self.unreadable.append(str(error).split(". ")[0] if path.exists() else f"{path.name}: no such file")
-            return
-        for name, (dtype, shape) in header.items():
-            if name in self.tensors:
-                self.index_faults.append(f"{name} stands in {self.tensors[name].file.name} and in {path.name}")
-            self.tensors[name] = StoredTensor(file=path, dtype=dtype, shape=shape)
-
-    def _compare(self, listed: dict[str, str]) -> None:
-        read = {tensor.file.name for tensor in self.tensors.values()}
-        for name, file in sorted(listed.items()):
-            if file in read and (name not in self.tensors or self.tensors[name].file.name != file):
-                self.index_faults.append(f"{INDEX} says that {name} stands in {file}, but it does not")
-        unlisted = sorted(self.tensors.keys() - listed.keys())
-        self.index_faults += [
-            f"{name} stands in {self.tensors[name].file.name}, but not in {INDEX}" for name in unlisted
-        ]
+    def sha256(self, path: Path) -> str | None:
+        """Hex sha256 of a weight file, of the very bytes that the values were read from; None for another file."""
+        if path in self._open and path not in self._sha256:
+            self._sha256[path] = self._open[path].sha256()
+        return self._sha256.get(path)
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The values of ``name`` in float32, some rows at a time (a scalar as it is)."""
         # The tensor is read as a whole, not mapped: a slice of a tensor that is not mapped reads all of it each time.
-        tensor = read_tensor(self.tensors[name].file, name)
+        stored = self.tensors[name]
+        plain = stored.dtype in PLAIN_DTYPES
+        tensor = self._open[stored.file].read(name) if plain else read_tensor(stored.file, name)
         if not tensor.shape:
             yield tensor.float()
             return

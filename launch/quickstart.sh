@@ -12,18 +12,11 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 experiment=smollm2_cpu
-name=$experiment
-run_dir=
-for word in "$@"; do
-    case "$word" in
-        name=*) name=${word#name=} ;;
-        run_dir=*) run_dir=${word#run_dir=} ;;
-    esac
-done
-run_dir=${run_dir:-runs/$name}
 
 bash launch/setup.sh
 echo "[setup] done after $SECONDS s"
+# The configuration alone knows the folder: name=, run_dir= and +scale= all change it.
+run_dir=$(.venv/bin/dflash2-train "+experiment=$experiment" "$@" --cfg job --resolve | sed -n 's/^run_dir: //p')
 record=$run_dir/stages.jsonl
 timed() { # stage, command ...
     local stage=$1

@@ -37,8 +37,8 @@ from torch import Tensor, nn
 
 from dflash2_train.averaging import WeightAverage
 from dflash2_train.config import GuardConfig, TrainConfig, UserError
+from dflash2_train.exit_codes import EXIT_LOST_RANK
 from dflash2_train.optimizer import build_optimizer
-from dflash2_train.run_control import EXIT_LOST_RANK
 from dflash2_train.schedules import rate_factor
 
 logger = logging.getLogger(__name__)

@@ -19,10 +19,6 @@ from types import FrameType
 from dflash2_train.config import ConfigError, GuardConfig, UserError
 
 logger = logging.getLogger(__name__)
-# Exit codes behind which the same command continues; a launch script starts it again.
-EXIT_STOPPED = 143  # saved and left in good order before the last step: a signal, or a limit in time
-EXIT_LOST_RANK = 75  # another rank is gone without a word, or did not meet this one in time
-EXIT_STALLED = 76  # no step for train.guard.stall_exit_seconds
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # schedulers warn with the first or the last
 SCHEDULER_END = "SLURM_JOB_END_TIME"  # seconds since the epoch
 _UNWRITABLE = (errno.EACCES, errno.EROFS, errno.EPERM)

@@ -2,7 +2,7 @@
 
 Started again with the same command it continues from the newest whole checkpoint, bit for bit, or on another number of
 ranks with the same windows; finished already, it says so and does nothing. Signals and limits in time finish the step,
-save and leave; see :mod:`dflash2_train.run_control` for the exit codes. The file is in the order of a run.
+save and leave; see :mod:`dflash2_train.exit_codes`. The file is in the order of a run.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 from dflash2_train.app import guarded, wants_sweep
 from dflash2_train.config import RunConfig, absolute
+from dflash2_train.exit_codes import EXIT_STOPPED
 from dflash2_train.launching import Command, run_launched, without_ranks
-from dflash2_train.run_control import EXIT_STOPPED, StopRequest, only_run_in, prepare_folder, rank_folder
+from dflash2_train.run_control import StopRequest, only_run_in, prepare_folder, rank_folder
 from dflash2_train.run_state import fingerprint
 
 if TYPE_CHECKING:

@@ -121,12 +121,15 @@ def describe_protocol(config: RunConfig, folder: Path, prompts: Sequence[Holdout
         "enable_thinking": config.data.enable_thinking,
         "baseline": config.eval.baseline,
         "temperature": config.eval.temperature,
-        "top_p": config.eval.top_p if sampled else None,
-        "top_k": config.eval.top_k if sampled else None,
-        "min_p": config.eval.min_p if sampled else None,
-        "draft_sampling": config.eval.draft_sampling if sampled else None,
-        "seed": config.eval.seed if sampled else None,
+        **sampling_facts(config, sampled=sampled),
     }
+
+
+def sampling_facts(config: RunConfig, *, sampled: bool) -> dict[str, Any]:
+    """What shapes sampled answers, for a protocol; all None where nothing is sampled and it changes nothing."""
+    names = ("top_p", "top_k", "min_p", "draft_sampling", "seed")
+    values = (config.eval.top_p, config.eval.top_k, config.eval.min_p, config.eval.draft_sampling, config.eval.seed)
+    return dict(zip(names, values, strict=True)) if sampled else dict.fromkeys(names)
 
 
 def open_drafter(folder: Path, dtype: str) -> Drafter:

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from data_gen.cache.claims import process_is_gone, this_host
 from dflash2_train.config import UserError
-from dflash2_train.run_control import EXIT_LOST_RANK, rank_folder
+from dflash2_train.exit_codes import EXIT_LOST_RANK
+from dflash2_train.run_control import rank_folder
 
 logger = logging.getLogger(__name__)
 STATUS_FILE = "status.json"

@@ -12,10 +12,10 @@ import torch
 
 from dflash2_train.app import exit_code_of
 from dflash2_train.config import GuardConfig, UserError
+from dflash2_train.exit_codes import EXIT_STOPPED
 from dflash2_train.guard.status import LostRankError, RankStatus
 from dflash2_train.guard.watchdog import Watchdog
 from dflash2_train.ring_rows import WaitStopped
-from dflash2_train.run_control import EXIT_STOPPED
 
 FIND_S = 5.0  # to find out who is lost once a collective has failed; a network file system shows files late
 FIND_EVERY_S = 0.5

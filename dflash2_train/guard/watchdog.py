@@ -18,8 +18,9 @@ from pathlib import Path
 from types import TracebackType
 
 from dflash2_train.config import GuardConfig
+from dflash2_train.exit_codes import EXIT_STALLED
 from dflash2_train.guard.status import SAVING, RankStatus
-from dflash2_train.run_control import EXIT_STALLED, rank_folder
+from dflash2_train.run_control import rank_folder
 
 STACKS_FILE = "stacks.txt"
 LOOK_EVERY_S = 1.0

@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from dflash2_train.exit_codes import EXIT_LOST_RANK, EXIT_STALLED, EXIT_STOPPED
 from dflash2_train.provenance import atomic_write_json
 
 FILE_NAME = "outcome.json"
-STOPPED = 143  # of a command that was asked to stop and did so in good order
-LOST = (75, 76)  # of ranks that lost one another, or stood still (dflash2_train.run_control)
+STOPPED = EXIT_STOPPED
+LOST = (EXIT_LOST_RANK, EXIT_STALLED)
 DONE, FAULT, CRASH, STOPPED_EARLY = "done", "fault", "crash", "stopped"
 # Deaths that nothing inside a job explains. SIGABRT is not among them: libraries abort over another rank's death.
 SUDDEN = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)

@@ -14,11 +14,12 @@ import torch
 
 from data_gen.cache.claims import process_is_gone, this_host
 from dflash2_train.config import GuardConfig, UserError
+from dflash2_train.exit_codes import EXIT_LOST_RANK, EXIT_STALLED, EXIT_STOPPED
 from dflash2_train.guard.status import FILE_BYTES, SAVING, STATUS_FILE, STEPPING, RankStatus
 from dflash2_train.guard.watch import ending_of, first_line, is_of_a_collective
 from dflash2_train.guard.watchdog import ASLEEP_S, LEAVE_S, LOOK_EVERY_S, LOST_AFTER_S, LOST_EVERY_S, Watchdog
 from dflash2_train.ring_rows import WaitStopped
-from dflash2_train.run_control import EXIT_LOST_RANK, EXIT_STALLED, EXIT_STOPPED, rank_folder
+from dflash2_train.run_control import rank_folder
 
 JOB = 42
 

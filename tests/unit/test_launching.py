@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from dflash2_train.config import ConfigError, RunConfig, UserError
+from dflash2_train.exit_codes import EXIT_LOST_RANK, EXIT_STALLED
 from dflash2_train.launching import checks, environment, shards
 from dflash2_train.launching.checks import check_port, check_unused, check_writable, ranks_here
 from dflash2_train.launching.command import AS_NODE, Command, start
@@ -27,7 +28,6 @@ from dflash2_train.launching.job import Job, new_job
 from dflash2_train.launching.outcome import CRASH, DONE, FAULT, Failure, Outcome, cause_of, combined_code
 from dflash2_train.launching.shards import plan_spread, shard_config
 from dflash2_train.launching.slurm import job_script, submit
-from dflash2_train.run_control import EXIT_LOST_RANK, EXIT_STALLED
 
 
 def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from dflash2_train.config import ConfigError, RunConfig
 from dflash2_train.evaluate.server.chat_ids import Chat, open_chat
+from dflash2_train.evaluate.subject import sampling_facts
 from dflash2_train.evaluate.tasks import Conversation, Task, load_tasks
 
 PLAIN = 0  # in place of a K: the target alone
@@ -160,9 +161,5 @@ def describe_grid(
         "follow_ups": "asked with the decoder's own answers, their tokens kept",
         "enable_thinking": config.data.enable_thinking,
         "baseline": config.eval.baseline,
-        "top_p": config.eval.top_p if sampled else None,
-        "top_k": config.eval.top_k if sampled else None,
-        "min_p": config.eval.min_p if sampled else None,
-        "draft_sampling": config.eval.draft_sampling if sampled else None,
-        "seed": config.eval.seed if sampled else None,
+        **sampling_facts(config, sampled=sampled),
     }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
 import os
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +21,6 @@ from dflash2_train.config import ConfigError, GuardConfig, UserError
 logger = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # schedulers warn with the first or the last
 SCHEDULER_END = "SLURM_JOB_END_TIME"  # seconds since the epoch
-_UNWRITABLE = (errno.EACCES, errno.EROFS, errno.EPERM)
 _LOCK = ".lock"
 
 
@@ -30,23 +29,24 @@ def rank_folder(output: Path, rank: int) -> Path:
     return output / "logs" / f"rank{rank}"
 
 
-def prepare_folder(folder: Path) -> None:
+def prepare_folder(folder: Path, key: str = "train.output_dir") -> None:
     """Make ``folder``, and make sure that it can be written to, before hours are spent on what could not be kept.
+
+    Args:
+        folder: absolute.
+        key: of the configuration that places it.
 
     Raises:
         UserError: it cannot.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{socket.gethostname()}-{os.getpid()}"
-        probe.write_bytes(b"")
-        probe.unlink()
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
+            pass
     except OSError as error:
-        if error.errno not in (*_UNWRITABLE, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST):
-            raise
         raise UserError(
-            f"{folder} cannot be written to ({error.strerror}). Mend that, or choose another train.output_dir "
-            "(or run_dir)."
+            f"{key}={str(folder)!r}: nothing can be written there ({error.strerror}). "
+            "Mend its permissions or its mount, or choose another run_dir."
         ) from error
 
 

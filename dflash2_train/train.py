@@ -45,6 +45,8 @@ def train(config: RunConfig) -> int:
     first = rank == 0
     with only_run_in(output) if first else contextlib.nullcontext():
         prepare_folder(rank_folder(output, rank))
+        if first:
+            prepare_folder(absolute(config.export.output_dir).parent, "export.output_dir")
         check_exportable(config)
         done = newest_checkpoint(output)
         if done is not None and done.step >= config.train.steps and ring_is_gone(config):
@@ -133,7 +135,7 @@ def sweep(words: list[str]) -> int:
     """Train every combination of values that ``words`` name, each in a process of its own."""
     from dflash2_train.sweep.run import run_sweep
 
-    return run_sweep(words, stopped_code=EXIT_STOPPED)
+    return run_sweep(words)
 
 
 def main() -> None:

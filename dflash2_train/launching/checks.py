@@ -1,4 +1,4 @@
-"""What is looked at before anything starts: devices, the run folder, who else is in it, and ports."""
+"""What is looked at before anything starts: devices, who else is in the run folder, and ports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import socket
-import tempfile
 from pathlib import Path
 
 from dflash2_train.config import ConfigError, LaunchConfig, UserError
@@ -32,23 +31,6 @@ def ranks_here(launch: LaunchConfig) -> int:
             f"Use launch.ranks={gpus}, or leave it null."
         )
     return launch.ranks
-
-
-def check_writable(folder: Path) -> None:
-    """Make sure that files can be made in ``folder``, which is created.
-
-    Raises:
-        UserError: the file system or the permissions forbid it.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"run_dir={str(folder)!r}: nothing can be written there ({error.strerror}). "
-            "Mend its permissions or its mount, or choose another run_dir."
-        ) from error
 
 
 def check_unused(folder: Path, job: Job) -> None:

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from dflash2_train.app import guarded, run_app
 from dflash2_train.config import ConfigError, RunConfig, absolute, load_config
-from dflash2_train.launching.checks import check_port, check_unused, check_writable, ranks_here
+from dflash2_train.launching.checks import check_port, check_unused, ranks_here
 from dflash2_train.launching.environment import (
     import_path,
     is_launched,
@@ -27,6 +27,7 @@ from dflash2_train.launching.member import run_member, watch_input
 from dflash2_train.launching.outcome import End
 from dflash2_train.launching.shards import plan_spread, run_divided, run_shards, show_members
 from dflash2_train.provenance import atomic_write_text
+from dflash2_train.run_control import prepare_folder
 
 logger = logging.getLogger(__name__)
 AS_MEMBER, AS_NODE = "--as-member", "--as-node"  # first words of commands that this package starts
@@ -91,7 +92,7 @@ def start_here(command: Command, config: RunConfig) -> int:
     if config.launch.dry_run:
         show_here(command, config)
         return 0
-    check_writable(absolute(config.run_dir))
+    prepare_folder(absolute(config.run_dir), "run_dir")
     if command.single(config):
         return command.main(config)
     if command.shards:
@@ -113,7 +114,7 @@ def prepare(command: Command, config: RunConfig) -> Job:
         UserError: a folder cannot be written, or is in use.
     """
     job = new_job(command.name, config)
-    check_writable(job.logs)
+    prepare_folder(job.logs, "run_dir")
     if command.folder is not None:
         check_unused(command.folder(config), job)
     job.write()

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from dflash2_train.config import UserError
-from dflash2_train.launching.checks import check_port, check_writable
+from dflash2_train.launching.checks import check_port
 from dflash2_train.launching.environment import visible_gpus
 from dflash2_train.launching.job import Job
+from dflash2_train.run_control import prepare_folder
 
 
 def look(path: Path, port: int | None) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def look(path: Path, port: int | None) -> dict[str, Any]:
     try:
         job = Job.read(path)
         found["job_id"] = job.job_id
-        check_writable(job.logs)
+        prepare_folder(job.logs, "run_dir")
         if port is not None:
             check_port(port, "launch.hosts.port")
         found["gpus"] = visible_gpus()

@@ -19,7 +19,7 @@ import pytest
 from dflash2_train.config import ConfigError, RunConfig, UserError
 from dflash2_train.exit_codes import EXIT_LOST_RANK, EXIT_STALLED
 from dflash2_train.launching import checks, environment, shards
-from dflash2_train.launching.checks import check_port, check_unused, check_writable, ranks_here
+from dflash2_train.launching.checks import check_port, check_unused, ranks_here
 from dflash2_train.launching.command import AS_NODE, Command, start
 from dflash2_train.launching.environment import devices_of, import_path, refuse_bare_srun, without_ranks
 from dflash2_train.launching.follow import Follow, keep_older, last_lines
@@ -197,21 +197,6 @@ def test_nodes_that_cannot_share_a_stage_are_refused(tiny_config: RunConfig) -> 
 
 
 # --- folders and ports ----------------------------------------------------------------------------------------------
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_writable(tmp_path / "run")
-    assert list((tmp_path / "run").iterdir()) == []
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="run_dir=.*Not a directory"):
-        check_writable(tmp_path / "file" / "run")
-
-    def read_only(*_: object, **__: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(checks.tempfile, "NamedTemporaryFile", read_only)
-    with pytest.raises(UserError, match="Read-only file system"):
-        check_writable(tmp_path / "run")
 
 
 def test_a_folder_in_use_names_who_holds_it_and_a_lock_left_over_is_no_matter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash2_train import run_control
 from dflash2_train.config import ConfigError, GuardConfig, UserError
 from dflash2_train.run_control import (
     SCHEDULER_END,
@@ -45,13 +47,22 @@ def test_what_a_dead_run_left_in_its_lock_keeps_nobody_out(tmp_path: Path) -> No
         assert str(os.getpid()) in (tmp_path / ".lock").read_text()
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_before_the_start(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file" / "run", Path("/sys/dflash2-train")):
-        with pytest.raises(UserError, match=r"cannot be written to .*another train\.output_dir"):
-            prepare_folder(folder)
+    for folder in (tmp_path / "file" / "run", Path("/sys/dflash2-train"), Path("/proc/dflash2-train")):
+        with pytest.raises(UserError, match=rf"run_dir='{folder}': nothing can be written there \(.*another run_dir"):
+            prepare_folder(folder, "run_dir")
     prepare_folder(tmp_path / "run")
     assert list((tmp_path / "run").iterdir()) == []
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(run_control.tempfile, "NamedTemporaryFile", read_only)
+    with pytest.raises(UserError, match=r"train\.output_dir=.*Read-only file system"):
+        prepare_folder(tmp_path / "run")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])

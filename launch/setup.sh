@@ -78,7 +78,7 @@ packages=$({ echo "$kind"; .venv/bin/python --version; cat launch/requirements/*
 if [ "$(cat .venv/packages.sha256 2>/dev/null)" = "$packages" ]; then
     echo "setup: packages are up to date ($kind)"
 else
-    echo "setup: installing the $kind packages; this takes 5 to 15 minutes the first time"
+    echo "setup: installing the $kind packages; a minute from pip's cache, 5 to 15 with downloads"
     rm -f .venv/packages.sha256 .venv/project.sha256
     if [ "$kind" = cpu ]; then
         with_heartbeat "${pip[@]}" "${install[@]}" torch==2.13.0 # with its dependencies: none but small ones for a CPU build

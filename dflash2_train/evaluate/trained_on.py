@@ -15,7 +15,7 @@ from typing import Any
 
 from dflash2_train.config import ConfigError, RunConfig, absolute
 from dflash2_train.evaluate.tasks import Conversation, Task
-from dflash2_train.overlap import Message, OverlapIndex
+from dflash2_train.overlap import Message, OverlapIndex, Words, shared_wording
 
 logger = logging.getLogger(__name__)
 PROMPTS_FILE = "prompts.jsonl"  # the plan of dflash2-gen-data: a line a prompt, with its split and messages
@@ -39,7 +39,7 @@ def check_tasks(config: RunConfig, tasks: Sequence[Task]) -> list[str]:
     if not path.is_file():
         logger.warning("no %s under data.root: whether the tasks' prompts were trained on is not known", PROMPTS_FILE)
         return [f"whether prompts were trained on was not checked: data.root holds no {PROMPTS_FILE}"]
-    index, trained, met = OverlapIndex(asked), 0, {}
+    index, trained, met = OverlapIndex(asked, ignored=_wording(tasks)), 0, {}
     for prompt_id, messages in _trained(path):
         trained += 1
         found = index.find(messages)
@@ -63,6 +63,11 @@ def _messages(conversation: Conversation) -> list[Message]:
     """All that the user says in a conversation."""
     further = [{"role": "user", "content": turn} for turn in conversation.further_turns]
     return [*(message for message in conversation.opening if message["role"] == "user"), *further]
+
+
+def _wording(tasks: Sequence[Task]) -> frozenset[Words]:
+    """What tasks put around their prompts, such as where the answer is to stand; training prompts may say it too."""
+    return frozenset().union(*(shared_wording([_messages(one) for one in task.conversations]) for task in tasks))
 
 
 def _trained(path: Path) -> Iterator[tuple[str, list[Message]]]:

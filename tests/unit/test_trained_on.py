@@ -75,6 +75,17 @@ def test_a_near_miss_and_the_hold_out_itself_are_no_overlap(tiny_config: RunConf
     assert label.startswith("none of the 1 training prompts")
 
 
+def test_wording_around_the_prompts_of_a_task_is_no_overlap_and_the_prompt_inside_it_is(tiny_config: RunConfig) -> None:
+    around = "Please reason step by step, and put your final answer within \\boxed{}."
+    questions = [f"A shop sells {n} kinds of tea in bags of {n + 7} grams; how much is that?" for n in range(2, 12)]
+    asked = task(*(f"{question}\n{around}" for question in questions))
+    plan_of(tiny_config, {"p1": f"What is 3 + 4? {around}"})
+    assert check_tasks(tiny_config, [asked])[0].startswith("none of the 1")
+    plan_of(tiny_config, {"p1": f"What is 3 + 4? {around}", "p2": questions[4]})
+    with pytest.raises(ConfigError, match=r"1 of 2 training prompts .* quiz: row-\d \(shares 8-word runs"):
+        check_tasks(tiny_config, [asked])
+
+
 def test_measured_all_the_same_the_result_says_that_it_is_not_held_out(tiny_config: RunConfig) -> None:
     plan_of(tiny_config, PLANTED)
     tiny_config.eval.allow_trained_prompts = True

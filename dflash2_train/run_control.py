@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from dflash2_train.config import ConfigError, GuardConfig, UserError
+from dflash2_train.launching import prepare_folder
 
 logger = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # schedulers warn with the first or the last
@@ -27,27 +27,6 @@ _LOCK = ".lock"
 def rank_folder(output: Path, rank: int) -> Path:
     """Where a rank of the run in ``output`` leaves its status, its stacks and its console output."""
     return output / "logs" / f"rank{rank}"
-
-
-def prepare_folder(folder: Path, key: str = "train.output_dir") -> None:
-    """Make ``folder``, and make sure that it can be written to, before hours are spent on what could not be kept.
-
-    Args:
-        folder: absolute.
-        key: of the configuration that places it.
-
-    Raises:
-        UserError: it cannot.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"{key}={str(folder)!r}: nothing can be written there ({error.strerror}). "
-            "Mend its permissions or its mount, or choose another run_dir."
-        ) from error
 
 
 @contextmanager

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from dflash2_train.app import guarded, wants_sweep
 from dflash2_train.config import RunConfig, absolute
 from dflash2_train.exit_codes import EXIT_STOPPED
-from dflash2_train.launching import Command, run_launched, without_ranks
-from dflash2_train.run_control import StopRequest, only_run_in, prepare_folder, rank_folder
+from dflash2_train.launching import Command, prepare_folder, run_launched, without_ranks
+from dflash2_train.run_control import StopRequest, only_run_in, rank_folder
 from dflash2_train.run_state import fingerprint
 
 if TYPE_CHECKING:

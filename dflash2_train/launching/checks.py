@@ -1,4 +1,4 @@
-"""What is looked at before anything starts: devices, who else is in the run folder, and ports."""
+"""What is looked at before anything starts: devices, the run folder, who else is in it, and ports."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+import tempfile
 from pathlib import Path
 
 from dflash2_train.config import ConfigError, LaunchConfig, UserError
@@ -31,6 +32,27 @@ def ranks_here(launch: LaunchConfig) -> int:
             f"Use launch.ranks={gpus}, or leave it null."
         )
     return launch.ranks
+
+
+def prepare_folder(folder: Path, key: str = "train.output_dir") -> None:
+    """Make ``folder``, and make sure that it can be written to, before hours are spent on what could not be kept.
+
+    Args:
+        folder: absolute.
+        key: of the configuration that places it.
+
+    Raises:
+        UserError: it cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{key}={str(folder)!r}: nothing can be written there ({error.strerror}). "
+            "Mend its permissions or its mount, or choose another run_dir."
+        ) from error
 
 
 def check_unused(folder: Path, job: Job) -> None:

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from dflash2_train.app import guarded, run_app
 from dflash2_train.config import ConfigError, RunConfig, absolute, load_config
-from dflash2_train.launching.checks import check_port, check_unused, ranks_here
+from dflash2_train.launching.checks import check_port, check_unused, prepare_folder, ranks_here
 from dflash2_train.launching.environment import (
     import_path,
     is_launched,
@@ -27,7 +27,6 @@ from dflash2_train.launching.member import run_member, watch_input
 from dflash2_train.launching.outcome import End
 from dflash2_train.launching.shards import plan_spread, run_divided, run_shards, show_members
 from dflash2_train.provenance import atomic_write_text
-from dflash2_train.run_control import prepare_folder
 
 logger = logging.getLogger(__name__)
 AS_MEMBER, AS_NODE = "--as-member", "--as-node"  # first words of commands that this package starts

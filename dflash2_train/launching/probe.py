@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash2_train.config import UserError
-from dflash2_train.launching.checks import check_port
+from dflash2_train.launching.checks import check_port, prepare_folder
 from dflash2_train.launching.environment import visible_gpus
 from dflash2_train.launching.job import Job
-from dflash2_train.run_control import prepare_folder
 
 
 def look(path: Path, port: int | None) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import time
@@ -12,16 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from dflash2_train import run_control
-from dflash2_train.config import ConfigError, GuardConfig, UserError
+from dflash2_train.config import ConfigError, GuardConfig, RunConfig, UserError
 from dflash2_train.run_control import (
     SCHEDULER_END,
     STOP_SIGNALS,
     StopRequest,
     ends_of_job,
     only_run_in,
-    prepare_folder,
 )
+from dflash2_train.train import train
 
 
 @pytest.fixture(autouse=True)
@@ -47,22 +45,10 @@ def test_what_a_dead_run_left_in_its_lock_keeps_nobody_out(tmp_path: Path) -> No
         assert str(os.getpid()) in (tmp_path / ".lock").read_text()
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_before_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file" / "run", Path("/sys/dflash2-train"), Path("/proc/dflash2-train")):
-        with pytest.raises(UserError, match=rf"run_dir='{folder}': nothing can be written there \(.*another run_dir"):
-            prepare_folder(folder, "run_dir")
-    prepare_folder(tmp_path / "run")
-    assert list((tmp_path / "run").iterdir()) == []
-
-    def read_only(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(run_control.tempfile, "NamedTemporaryFile", read_only)
-    with pytest.raises(UserError, match=r"train\.output_dir=.*Read-only file system"):
-        prepare_folder(tmp_path / "run")
+def test_a_place_where_no_export_can_be_made_is_refused_before_the_first_step(tiny_config: RunConfig) -> None:
+    tiny_config.export.output_dir = "/proc/nowhere/export"
+    with pytest.raises(UserError, match=r"export\.output_dir='/proc/nowhere': nothing can be written there"):
+        train(tiny_config)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])

@@ -2,7 +2,7 @@
 
 Exit codes: 0 done, 1 a command's own "no" (say, output not equal), 2 a fault the user can mend (config, cache,
 files), 130 interrupted by Ctrl-C; those of a training that is to be started again stand in
-:mod:`dflash2_train.run_control`. Anything else is a bug and shows its traceback.
+:mod:`dflash2_train.exit_codes`. Anything else is a bug and shows its traceback.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash2_train.app import open_console
-from dflash2_train.config import ConfigError, RunConfig, absolute, to_plain
+from dflash2_train.config import RunConfig, absolute, to_plain
 from dflash2_train.evaluate.commands import NAMES, run_command
 from dflash2_train.evaluate.subject import (
     decode_settings,
@@ -152,20 +152,20 @@ def evaluate_runner(config: RunConfig) -> int:
     from dflash2_train.evaluate.records import ResultsFile
     from dflash2_train.evaluate.render import print_report
     from dflash2_train.evaluate.report import build_report
+    from dflash2_train.evaluate.room import open_room
+    from dflash2_train.evaluate.runs import HOLDOUT_TASK
 
     console = open_console()
     prompts = load_holdout(absolute(config.data.root), max_prompts=config.eval.max_prompts)
     folder = drafter_folder(config)
     protocol = describe_protocol(config, folder, prompts)
+    room = open_room(config, folder, protocol["num_drafted"])
+    room.check(HOLDOUT_TASK, [len(prompt.prompt_ids) for prompt in prompts])
+    fitting = [prompt for prompt in prompts if room.fits(len(prompt.prompt_ids))]
     output_dir = absolute(config.eval.output_dir)
-    ranks = open_ranks()
-    if config.eval.spread_target and ranks.count > 1:
-        raise ConfigError(
-            f"eval.spread_target=true: {ranks.count} processes would each spread a target over the same GPUs. "
-            "Start one process."
-        )
+    ranks = open_ranks(spread_target=config.eval.spread_target)
     results = ResultsFile(output_dir, protocol, rank=ranks.rank)
-    mine = ranks.share(prompts)
+    mine = ranks.share(fitting)
     ranks.wait()  # all have read before anyone appends
     if any(prompt.prompt_id not in results.records for prompt in mine):
         run_measurement(config, folder, mine, protocol, results, ranks.device)
@@ -174,9 +174,11 @@ def evaluate_runner(config: RunConfig) -> int:
         return 0
     results.reload()
     report = build_report(
-        [results.records[prompt.prompt_id] for prompt in prompts],
+        [results.records[prompt.prompt_id] for prompt in fitting],
         protocol=protocol,
         run={"evaluation": run_record(to_plain(config)), "drafter": drafter_record(folder)},
+        too_long=len(prompts) - len(fitting),
+        labels=room.labels(len(prompts) - len(fitting)),
     )
     run = write_report(report, output_dir)
     print_report(report, console)

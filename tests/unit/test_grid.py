@@ -20,6 +20,7 @@ from dflash2_train.evaluate.grid import measure
 from dflash2_train.evaluate.grid.plan import PLAIN, Script, load_scripts, units_of
 from dflash2_train.evaluate.plots import draw_runs
 from dflash2_train.evaluate.readers import read_run
+from dflash2_train.evaluate.room import Room
 from dflash2_train.evaluate.runs import Acceptance, Cell, EvalRun, RequestCounts
 from dflash2_train.evaluate.series import series_of
 from dflash2_train.evaluate.server.chat_ids import open_chat
@@ -157,7 +158,7 @@ def test_an_answer_that_stopped_does_not_end_twice(evaluation: RunConfig, monkey
         settings=lambda drafted, temperature: settings,
         drafted=[1],
         baseline=True,
-        context=100,
+        room=Room(context=100, answer=TOKENS, block=1),
         seed=0,
     )
     measure.answer(grid, script, PLAIN, 0.0)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash2_train.export.evaluations import EvaluationError, read_report, refuse_other_drafter, summarise
+from dflash2_train.export.evaluation_passes import EvaluationError
+from dflash2_train.export.evaluations import holds_numbers, read_report, refuse_other_drafter, summarise
 from dflash2_train.export.payload import MASK, PROVENANCE, RECORD
 from dflash2_train.export.provenance_text import listed_hashes
 from dflash2_train.export.record import SELF, hash_files, read_record, self_hash_holds
@@ -96,7 +97,7 @@ def _numbers(path: Path, entry: dict[str, Any], found: dict[str, str]) -> str:
         summary = summarise(report, path)
     except EvaluationError as error:
         return str(error)
-    return RECORDED if all(summary[key] == entry[key] for key in ("protocol", "passes")) else "other numbers"
+    return RECORDED if holds_numbers(summary, entry) else "other numbers"
 
 
 def _target(record: dict[str, Any], folder: Path) -> Iterator[Check]:

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from dflash2_train.config import ConfigError, EvalTaskConfig, RunConfig
+from dflash2_train.config import ConfigError, RunConfig
 from dflash2_train.evaluate import cli
 from dflash2_train.evaluate.cell_tables import cell_tables
 from dflash2_train.evaluate.compare import UnlikeRunsError, compare
@@ -24,11 +22,10 @@ from dflash2_train.evaluate.room import Room
 from dflash2_train.evaluate.runs import Acceptance, Cell, EvalRun, RequestCounts
 from dflash2_train.evaluate.series import series_of
 from dflash2_train.evaluate.server.chat_ids import open_chat
-from dflash2_train.model.drafter import Drafter
-from dflash2_train.model.drafter_config import DrafterShape
 from dflash2_train.runner import loop
 from dflash2_train.runner.verify import Verdict
-from tests.toy_target import BOS, END, TEMPLATE, WORDS, write_tokenizer
+from tests.grid_case import make_grid_case, write_rows
+from tests.toy_target import BOS, END, WORDS, write_tokenizer
 
 USER, ASSISTANT, THINK = WORDS.index("<user>"), WORDS.index("<assistant>"), WORDS.index("<think>")
 TOKENS = 8
@@ -38,49 +35,12 @@ def word(number: int) -> int:
     return WORDS.index(f"w{number}")
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture
 def evaluation(tiny_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """A tiny target with tokenizer, its drafter, a task of one turn and one of two. Reports come without plots."""
     monkeypatch.setattr("dflash2_train.evaluate.plots.draw_runs", lambda runs: None)
     torch.manual_seed(1)
-    config = tiny_config
-    config.target.name = str(tmp_path / "target")
-    llama = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.4,
-    )
-    model = LlamaForCausalLM(llama)
-    model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=[END])
-    model.save_pretrained(config.target.name)
-    write_tokenizer(Path(config.target.name), TEMPLATE)
-    shape = DrafterShape.from_config(config)
-    folder = Path(config.export.output_dir)
-    folder.mkdir()
-    tensors = {name: tensor for name, tensor in Drafter(shape).state_dict().items() if name != "mask_embedding"}
-    save_file(tensors, folder / "model.safetensors")
-    torch.save(torch.ones(32), folder / "mask_embedding.pt")
-    published = shape.to_published("float32", bos_token_id=BOS, eos_token_id=[END], pad_token_id=None)
-    (folder / "config.json").write_text(json.dumps(published))
-    one = [{"id": f"one-{i}", "prompt": f"w{i} w{i + 7}"} for i in range(3)]
-    two = [{"id": f"two-{i}", "turns": [f"w{i + 3}", f"w{i + 20} w{i + 21}"]} for i in range(2)]
-    config.eval.tasks = [
-        EvalTaskConfig(name="one", path=write_rows(tmp_path / "one.jsonl", one)),
-        EvalTaskConfig(name="two", path=write_rows(tmp_path / "two.jsonl", two), turns_column="turns"),
-    ]
-    config.eval.sweep.num_speculative_tokens = [3, 1]
-    config.eval.sweep.temperatures = [0.0, 1.0]
-    return config
+    return make_grid_case(tiny_config, tmp_path)
 
 
 def run_of(config: RunConfig) -> EvalRun:

@@ -10,6 +10,7 @@ from dflash2_train.evaluate.series import Series
 from dflash2_train.evaluate.table import NONE, Table
 
 PARTS = ("draft", "context", "verify", "sample")
+PLAIN = "plain"  # stands where a K would
 
 
 def cell_tables(series: Sequence[Series]) -> list[Table]:
@@ -58,12 +59,15 @@ def conditional_table(cells: Sequence[Cell]) -> Table:
 
 def cycle_table(cells: Sequence[Cell]) -> Table:
     """Milliseconds a cycle by part, and the pace of decoding."""
-    rows = []
+    rows, paces = [], dict[tuple[str, str], dict[str, float]]()
     for cell in cells:
         seconds = cell.seconds_by_part or {}
         after_first = cell.output_tokens - cell.requests.answered
         cycles = after_first if cell.acceptance is None else cell.acceptance.rounds
         decode = sum(seconds.get(part, 0.0) for part in PARTS)
+        task, temperature, decoder = _place(cell)
+        if decode > 0:
+            paces.setdefault((task, temperature), {})[decoder] = after_first / decode
         rows.append(
             (
                 *_place(cell),
@@ -80,15 +84,24 @@ def cycle_table(cells: Sequence[Cell]) -> Table:
         rows=rows,
         notes=[
             "a cycle is one draft and its verification, or one plain token; sample is acceptance, rollback and "
-            "bookkeeping; tokens/s includes the prefill, decode tokens/s leaves it and each first token out"
+            "bookkeeping; tokens/s includes the prefill, decode tokens/s leaves it and each first token out",
+            *(_fastest(*place, found) for place, found in paces.items() if len(found) > 2),
         ],
     )
+
+
+def _fastest(task: str, temperature: str, paces: dict[str, float]) -> str:
+    """Which of several decoders was the fastest: more drafts are not always more speed."""
+    best = max(paces, key=lambda decoder: paces[decoder])
+    name = best if best == PLAIN else f"K={best}"
+    gain = f", {paces[best] / paces[PLAIN]:.2f}x plain decoding" if best != PLAIN and PLAIN in paces else ""
+    return f"{task}, temperature {temperature}: {name} decodes fastest here, {paces[best]:.1f} tokens/s{gain}"
 
 
 def _place(cell: Cell) -> tuple[str, str, str]:
     task = " / ".join(part for part in (cell.task, cell.category) if part)
     temperature = NONE if cell.temperature is None else f"{cell.temperature:g}"
-    return task, temperature, "plain" if cell.method == AUTOREGRESSIVE else str(cell.num_drafted)
+    return task, temperature, PLAIN if cell.method == AUTOREGRESSIVE else str(cell.num_drafted)
 
 
 def _with_band(value: float | None, band: Interval | None) -> str:

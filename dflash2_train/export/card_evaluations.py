@@ -52,16 +52,17 @@ def _overview(entries: Sequence[Entry]) -> list[str]:
         "Acceptance length: committed tokens a verify round, accepted drafts plus the target's own token; the token of "
         "the prefill is not counted. Pooled: over all rounds.",
         "",
-        *task_table(entries),
     ]
 
 
 def _details(entry: Entry, record: Entry, published: Entry) -> list[str]:
     protocol = entry["protocol"]
-    setting = ", ".join(str(protocol[key]) for key in ("engine", "hardware") if protocol.get(key))
+    told = ("hardware",) if entry["measured_with"] == "runner" else ("engine", "hardware")
+    setting = ", ".join(str(protocol[key]) for key in told if protocol.get(key))
     return [
         f"### {kind_name(entry)[0].upper()}{kind_name(entry)[1:]}" + (f": {setting}" if setting else ""),
         "",
+        *task_table(entry),
         *pass_table(entry),
         *position_tables(entry),
         *(f"- {note}" for note in notes(entry, record, published)),

@@ -46,19 +46,23 @@ def length_text(value: float | None) -> str:
     return NOT_MEASURED if value is None else f"{value:.3f}"
 
 
-def task_table(entries: Sequence[Entry]) -> list[str]:
-    """Pooled acceptance length of every task in every way of measuring it; nothing unless there are several tasks."""
-    tasks: dict[str, None] = {}
+def task_table(entry: Entry) -> list[str]:
+    """Pooled acceptance length of every task, at every temperature and concurrency; nothing unless there are several.
+
+    Of a sweep over K the largest stands here.
+    """
     columns: dict[str, dict[str, float | None]] = {}
-    for entry in entries:
-        for part in main_passes(entry):
-            task = str(part.get("task", part["name"]))
-            tasks[task] = None
-            columns.setdefault(_way(part, entry), {})[task] = part["acceptance_length_pooled"]
+    tasks: dict[str, None] = {}
+    for part in main_passes(entry):
+        task = str(part.get("task"))  # not kept by earlier versions, whose passes have one table alone
+        tasks[task] = None
+        way = f"{_temperature(part)}, {part['concurrency']} in flight"
+        columns.setdefault(way, {})[task] = part["acceptance_length_pooled"]
     if len(tasks) < 2:
         return []
     rows = [(task, *(length_text(column.get(task)) for column in columns.values())) for task in tasks]
-    return ["Acceptance length by task:", "", *_markdown(("task", *columns), rows)]
+    drafted = drafted_by(main_passes(entry)[0], entry)
+    return _markdown((f"acceptance length, K={drafted}", *columns), rows)
 
 
 def pass_table(entry: Entry) -> list[str]:
@@ -66,7 +70,8 @@ def pass_table(entry: Entry) -> list[str]:
     header = ("", "temperature", "K", "in flight", "prompts", "pooled acceptance length", "mean over prompts")
     rows = []
     for part in entry["passes"]:
-        speed, speedup = part["tokens_per_second"], part.get("speedup")
+        speed = part["tokens_per_second"]
+        speedup = part.get("speedup", entry.get("speedup") if part["name"] == "greedy" else None)
         rows.append(
             (
                 part["name"],
@@ -99,11 +104,6 @@ def position_tables(entry: Entry) -> list[str]:
             rows.append((where(part, entry), *shares))
         lines += _markdown((f"accepted at position, {title}", *(str(k + 1) for k in range(width))), rows)
     return lines
-
-
-def _way(part: Entry, entry: Entry) -> str:
-    """The head of a column of :func:`task_table`."""
-    return f"{kind_name(entry)}, {_temperature(part)}, K={drafted_by(part, entry)}, {part['concurrency']} in flight"
 
 
 def _temperature(part: Entry) -> str:

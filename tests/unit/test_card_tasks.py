@@ -158,10 +158,9 @@ def test_the_card_shows_each_task_by_k_and_says_what_was_not_measured(folder: Pa
         "| code | 1 | 3 | 1 | 5 | 1.750 (175 / 100 rounds) | not measured | 25.0% (75 of 300) | 12.5 | not measured |"
         in card
     )
-    greedy, sampled = ("built-in runner, greedy, K=3, 1 in flight", "built-in runner, T=1, K=3, 1 in flight")
-    assert f"| task | {greedy} | {sampled} |" in card
-    assert "| maths | 1.750 | not measured |" in card
-    assert "| hold-out | 2.667 | not measured |" in card
+    assert "| acceptance length, K=3 | greedy, 1 in flight | T=1, 1 in flight |" in card
+    assert "| maths | 1.750 | not measured |\n| code | 1.750 | 1.750 |" in card
+    assert "| built-in runner | 1.750 (maths, 1 in flight), 1.750 (code, greedy, 1 in flight)," in card
     assert "of all rounds | 1 | 2 | 3 |\n|---|---|---|---|\n| maths, 1 in flight | 50.0% | 25.0% | 0.0% |" in card
     assert "Acceptance by position is shown for the largest K." in card
     assert "10 of 10 answers" in card and "- warm-up is in no figure" in card

@@ -331,3 +331,31 @@ def test_the_means_conditional_rates_and_times_of_a_cell_are_those_worked_out_by
     assert means[6].startswith("2.750 [2.000, 3.500]"), "the mean of 1 + 4/4 and 1 + 5/2"
     assert conditional[3:] == ("83.3", "60.0", "33.3"), "5 of 6, 3 of 5, 1 of 3"
     assert cycle[4:] == ("100.0", "50.0", "80.0", "20.0", "250.0", "10.0", "5.7")
+
+
+def test_the_report_of_a_sweep_names_the_k_that_decodes_fastest_and_what_it_gains() -> None:
+    def measured(drafted: int | None, seconds: float) -> Cell:
+        counts = Acceptance(rounds=50, proposed=50 * (drafted or 0), accepted=50, accepted_per_position=[])
+        return Cell(
+            task="one",
+            method="drafter" if drafted else "autoregressive",
+            num_drafted=drafted,
+            concurrency=1,
+            temperature=0.0,
+            acceptance=counts if drafted else None,
+            requests=RequestCounts(asked=1, answered=1),
+            output_tokens=101,
+            seconds=seconds + 1,
+            seconds_by_part={"prefill": 1.0, "verify": seconds},
+        )
+
+    def note(*cells: Cell) -> str:
+        run = EvalRun(kind="runner", label="runner", protocol={}, cells=list(cells))
+        return cell_tables(series_of([run]))[2].notes[-1]
+
+    plain, short, long = measured(None, 10.0), measured(3, 8.0), measured(7, 16.0)
+    assert (
+        note(plain, short, long) == "one, temperature 0: K=3 decodes fastest here, 12.5 tokens/s, 1.25x plain decoding"
+    )
+    assert "plain decodes fastest here, 10.0 tokens/s" in note(plain, measured(3, 20.0), long)
+    assert "fastest" not in note(plain, short), "nothing to choose from"

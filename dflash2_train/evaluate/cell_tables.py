@@ -59,15 +59,11 @@ def conditional_table(cells: Sequence[Cell]) -> Table:
 
 def cycle_table(cells: Sequence[Cell]) -> Table:
     """Milliseconds a cycle by part, and the pace of decoding."""
-    rows, paces = [], dict[tuple[str, str], dict[str, float]]()
+    rows = []
     for cell in cells:
         seconds = cell.seconds_by_part or {}
-        after_first = cell.output_tokens - cell.requests.answered
+        after_first, decode = _decoded(cell)
         cycles = after_first if cell.acceptance is None else cell.acceptance.rounds
-        decode = sum(seconds.get(part, 0.0) for part in PARTS)
-        task, temperature, decoder = _place(cell)
-        if decode > 0:
-            paces.setdefault((task, temperature), {})[decoder] = after_first / decode
         rows.append(
             (
                 *_place(cell),
@@ -85,17 +81,36 @@ def cycle_table(cells: Sequence[Cell]) -> Table:
         notes=[
             "a cycle is one draft and its verification, or one plain token; sample is acceptance, rollback and "
             "bookkeeping; tokens/s includes the prefill, decode tokens/s leaves it and each first token out",
-            *(_fastest(*place, found) for place, found in paces.items() if len(found) > 2),
+            *_fastest(cells),
         ],
     )
 
 
-def _fastest(task: str, temperature: str, paces: dict[str, float]) -> str:
-    """Which of several decoders was the fastest: more drafts are not always more speed."""
-    best = max(paces, key=lambda decoder: paces[decoder])
-    name = best if best == PLAIN else f"K={best}"
-    gain = f", {paces[best] / paces[PLAIN]:.2f}x plain decoding" if best != PLAIN and PLAIN in paces else ""
-    return f"{task}, temperature {temperature}: {name} decodes fastest here, {paces[best]:.1f} tokens/s{gain}"
+def _decoded(cell: Cell) -> tuple[int, float]:
+    """Tokens after each answer's first, and the seconds that they took."""
+    seconds = cell.seconds_by_part or {}
+    return cell.output_tokens - cell.requests.answered, sum(seconds.get(part, 0.0) for part in PARTS)
+
+
+def _fastest(cells: Sequence[Cell]) -> list[str]:
+    """The decoder that was fastest over all tasks, at each temperature with several K: more drafts can be slower."""
+    sums: dict[str, dict[str, tuple[int, float]]] = {}
+    for cell in cells:
+        _, temperature, decoder = _place(cell)
+        found = sums.setdefault(temperature, {})
+        tokens, seconds = found.get(decoder, (0, 0.0))
+        more_tokens, more_seconds = _decoded(cell)
+        found[decoder] = tokens + more_tokens, seconds + more_seconds
+    notes = []
+    for temperature, found in sums.items():
+        paces = {decoder: tokens / seconds for decoder, (tokens, seconds) in found.items() if seconds > 0}
+        if len(paces.keys() - {PLAIN}) < 2:
+            continue
+        best = max(paces, key=lambda decoder: paces[decoder])
+        name = best if best == PLAIN else f"K={best}"
+        gain = f", {paces[best] / paces[PLAIN]:.2f}x plain decoding" if best != PLAIN and PLAIN in paces else ""
+        notes.append(f"temperature {temperature}: {name} decodes fastest here, {paces[best]:.1f} tokens/s{gain}")
+    return notes
 
 
 def _place(cell: Cell) -> tuple[str, str, str]:

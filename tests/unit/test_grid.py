@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -354,8 +355,8 @@ def test_the_report_of_a_sweep_names_the_k_that_decodes_fastest_and_what_it_gain
         return cell_tables(series_of([run]))[2].notes[-1]
 
     plain, short, long = measured(None, 10.0), measured(3, 8.0), measured(7, 16.0)
-    assert (
-        note(plain, short, long) == "one, temperature 0: K=3 decodes fastest here, 12.5 tokens/s, 1.25x plain decoding"
-    )
+    assert note(plain, short, long) == "temperature 0: K=3 decodes fastest here, 12.5 tokens/s, 1.25x plain decoding"
     assert "plain decodes fastest here, 10.0 tokens/s" in note(plain, measured(3, 20.0), long)
+    other = replace(measured(7, 2.0), task="two")
+    assert "K=7 decodes fastest here, 11.1 tokens/s" in note(plain, measured(3, 9.5), long, other), "over both tasks"
     assert "fastest" not in note(plain, short), "nothing to choose from"

@@ -36,6 +36,7 @@ class EvalConfig:
     pack_weights: bool = True  # on a CPU with oneDNN: lay linear weights out for it, for both decoders
     spread_target: bool = False  # one target over all visible GPUs, by accelerate's device map
     tasks: list[EvalTaskConfig] = field(default_factory=list)  # empty = the experiment's hold-out
+    allow_trained_prompts: bool = False  # measure tasks of which training saw prompts; the result is labelled
     sweep: EvalSweepConfig = field(default_factory=EvalSweepConfig)  # mode=runner: several K and temperatures
     server: EvalServerConfig = field(default_factory=EvalServerConfig)
     gate: GateConfig = field(default_factory=GateConfig)

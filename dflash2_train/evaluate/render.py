@@ -150,7 +150,7 @@ def to_markdown(report: EvalReport, *, plot_name: str | None = None) -> str:
     """The whole report as one Markdown document."""
     parts = ["# Evaluation with the built-in runner", ""]
     parts += [f"- {key}: {value}" for key, value in report.protocol.items()]
-    parts += [f"- {label}" for label in report.labels]
+    parts += [f"- **{label}**" for label in report.labels]
     for name, part in passes(report):
         parts += [
             f"\n## Acceptance, {name}\n",

@@ -20,6 +20,7 @@ from dflash2_train.export.card_tables import (
     task_table,
     where,
 )
+from dflash2_train.export.evaluations import thinking_notes
 
 FEW_PROMPTS = 100
 Entry = Mapping[str, Any]
@@ -95,13 +96,8 @@ def notes(entry: Entry, record: Entry, published: Entry) -> list[str]:
     too_long = max(part.get("too_long", 0) for part in entry["passes"])
     if too_long:
         found.append(f"Up to {too_long:,} prompts of a pass do not fit the context and are in none of these figures.")
-    training = (record.get("source") or {}).get("training") or {}
-    mode = (training.get("cache") or {}).get("enable_thinking")
-    if training and mode != protocol.get("enable_thinking"):
-        found.append(
-            f"Measured with enable_thinking={protocol.get('enable_thinking')}, but trained on text with {mode}."
-        )
-    return [*found, *_outcome_notes(entry), *entry["labels"]]
+    found += thinking_notes(record, protocol.get("enable_thinking"))
+    return list(dict.fromkeys([*found, *_outcome_notes(entry), *entry["labels"]]))
 
 
 def _method_notes(entry: Entry) -> list[str]:

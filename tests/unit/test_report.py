@@ -261,6 +261,20 @@ def test_prompts_longer_than_the_context_are_counted_shown_and_in_no_mean(evalua
         cli.evaluate(evaluation)
 
 
+def test_another_thinking_mode_than_that_of_training_stands_in_every_form_of_the_report(evaluation: RunConfig) -> None:
+    record = {"source": {"training": {"cache": {"enable_thinking": True}}}}
+    (Path(evaluation.export.output_dir) / "run.json").write_text(json.dumps(record))
+    evaluation.data.enable_thinking = False
+    assert cli.evaluate(evaluation) == 0
+    folder, words = (
+        Path(evaluation.eval.output_dir),
+        "Measured with enable_thinking=False, but trained on text with True",
+    )
+    assert f"**{words}.**" in (folder / "report.md").read_text()
+    assert words in (folder / "report.html").read_text()
+    assert read_run(folder).labels == [f"{words}."]
+
+
 def test_ranks_share_the_prompts_and_the_first_reports_them_all(
     evaluation: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,6 +40,8 @@ from dflash2_train.evaluate.subject import (
     drafter_record,
     open_models,
 )
+from dflash2_train.evaluate.trained_on import check_tasks
+from dflash2_train.export.evaluations import thinking_notes
 from dflash2_train.provenance import atomic_write_json, run_record
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ def measure_grid(config: RunConfig) -> tuple[EvalRun, EqualityReport | None] | N
     models = describe_models(config, folder)
     room = open_room(config, folder, max(draft_lengths(config, models["block_size"])))
     scripted = load_scripts(config)
+    overlap = check_tasks(config, [one.task for one in scripted])
     protocol = describe_grid(config, models, scripted, room.context)
     for one in scripted:
         room.check(one.name, [len(script.prompt_ids) for script in one.scripts])
@@ -73,6 +76,7 @@ def measure_grid(config: RunConfig) -> tuple[EvalRun, EqualityReport | None] | N
     results.reload()
     records = [results.records[unit.key] for unit in units]
     run, equality = build_run(config, folder, protocol, room, scripted, records)
+    run.labels.extend([*overlap, *thinking_notes(run.run["drafter"], config.data.enable_thinking)])
     value = {**run.to_json(), "equality": asdict(equality) if equality else None}
     atomic_write_json(output_dir / REPORT_NAME, value)
     return run, equality

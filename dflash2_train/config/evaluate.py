@@ -53,6 +53,14 @@ class EvalConfig:
             "must be argmax or selector",
             "Use argmax.",
         )
+        require(
+            self.max_prompts is None or self.max_prompts > 0,
+            "eval.max_prompts",
+            self.max_prompts,
+            "must be positive",
+            "Use null for all of them.",
+        )
+        require(0 < self.top_p <= 1, "eval.top_p", self.top_p, "must lie in (0, 1]", "Use 1.0 for off.")
         require(self.top_k >= 0, "eval.top_k", self.top_k, "must be 0 (off) or positive", "Use 0.")
         require(0 <= self.min_p < 1, "eval.min_p", self.min_p, "must lie in [0, 1)", "Use 0 for off.")
         require(

@@ -147,6 +147,18 @@ def holds_numbers(summary: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
     )
 
 
+def contradiction(path: Path, entry: Mapping[str, Any], hashes: Mapping[str, str]) -> str | None:
+    """What is wrong with the report of ``entry`` at ``path``; None if it gives the entry's numbers for these files."""
+    try:
+        report = read_report(path)
+        refuse_other_drafter(report, path, hashes)
+        return None if holds_numbers(summarise(report, path), entry) else "other numbers"
+    except EvaluationError as error:
+        return str(error)
+    except (KeyError, TypeError, AttributeError) as error:
+        return f"its entry in the record is damaged ({error!r})"
+
+
 def add_evaluations(folder: Path, record: dict[str, Any], reports: list[Path]) -> list[str]:
     """Check reports against the drafter in ``folder``, copy them there and list them in ``record``.
 

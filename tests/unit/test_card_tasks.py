@@ -229,3 +229,20 @@ def test_the_gate_names_the_task_whose_acceptance_dropped(
     assert run_command(["gate", str(worse), "--baseline", str(base)]) == 1
     told = capsys.readouterr().out
     assert "passed maths" in told and "FAILED code" in told and "1.750 -> 1.200" in told
+
+
+def test_the_doctor_reads_what_was_measured(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (name,) = rewrite_papers(folder, [tasks_report(tmp_path / "good.json", folder, [cell("maths", 3)])])
+    assert dispatch(["doctor", str(folder)]) == 0
+    assert "evaluation-" not in capsys.readouterr().out
+    report = tasks_report(tmp_path / "bad.json", folder, [cell("code", 3)])
+    edit_json(report, equality__failures=[{"prompt_id": "one"}, {"prompt_id": "two"}])
+    rewrite_papers(folder, [report])
+    assert dispatch(["doctor", str(folder)]) == 0
+    assert "2 of 10 answers were not" in " ".join(capsys.readouterr().out.split())
+    edit_json(folder / "run.json", evaluations=[{**read_record(folder)["evaluations"][0], "labels": []}])
+    better = read_record(folder)["evaluations"]
+    better[0]["passes"][0]["committed"] = 999
+    edit_json(folder / "run.json", evaluations=better)
+    assert dispatch(["doctor", str(folder)]) == 1
+    assert f"{name}: other numbers" in " ".join(capsys.readouterr().out.split())

@@ -97,7 +97,9 @@ def notes(entry: Entry, record: Entry, published: Entry) -> list[str]:
     if too_long:
         found.append(f"Up to {too_long:,} prompts of a pass do not fit the context and are in none of these figures.")
     found += thinking_notes(record, protocol.get("enable_thinking"))
-    return list(dict.fromkeys([*found, *_outcome_notes(entry), *entry["labels"]]))
+    # What tables and notes above say already is not said again in the report's own words.
+    told = [label for label in entry["labels"] if not label.startswith("greedy equality") and "do not fit" not in label]
+    return list(dict.fromkeys([*found, *_outcome_notes(entry), *told]))
 
 
 def _method_notes(entry: Entry) -> list[str]:

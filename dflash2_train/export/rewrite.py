@@ -20,9 +20,9 @@ from dflash2_train.export.evaluations import (
     refuse_other_drafter,
     summarise,
 )
-from dflash2_train.export.hf import check_replaceable, replace_folder
 from dflash2_train.export.payload import RECORD
 from dflash2_train.export.record import changed_files, finish_papers, read_record
+from dflash2_train.export.workspace import check_replaceable, real_path, replace_folder, workspace
 from dflash2_train.provenance import sha256_file
 
 logger = logging.getLogger(__name__)
@@ -43,19 +43,20 @@ def rewrite_papers(folder: Path, reports: list[Path], *, repo_id: str | None = N
     Raises:
         UserError: not our export, files changed since, or a report that is none or of another drafter.
     """
-    if not folder.exists():
-        check_replaceable(folder)  # brings back a folder that a crash left aside
-    record = read_record(folder)
-    refuse_changed(folder, record)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
+    folder = real_path(folder)
+    if not folder.parent.is_dir():
+        read_record(folder)  # says that there is none; a workspace would make the parent
+    with workspace(folder) as space:
+        if not folder.exists():
+            check_replaceable(folder)  # brings back a folder that a crash left aside
+        record = read_record(folder)
+        refuse_changed(folder, record)
+        temporary = space / folder.name
         shutil.copytree(folder, temporary, copy_function=_link)
         added = add_evaluations(temporary, record, reports)
         record["repo_id"] = repo_id or record.get("repo_id")
         finish_papers(temporary, record)
         replace_folder(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return added
 
 

@@ -20,12 +20,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dflash2_train.config import UserError
 from dflash2_train.export.payload import PLAIN_DTYPES, read_header
 
 PIECE_BYTES = 8 << 20
 MAX_GAP_BYTES = 8 << 20  # a single tensor read ahead of its turn must not pull the hash along
 LENGTH_BYTES = 8  # of the header's length, at the start of a file
 _UNREADABLE = "{path}: {name} cannot be read ({error}). Copy the file anew or make it again."
+
+
+class TensorFileError(UserError, ValueError):
+    """A file that went away or was cut while it was read; the text says what to do."""
 
 
 class TensorFile:
@@ -40,8 +45,9 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.header = read_header(path)  # name -> (safetensors dtype name, shape)
-        self._places = _places(path)
+        header, self._places = read_header(path), _places(path)
+        # name -> (safetensors dtype name, shape), in the order of the file
+        self.header = {name: header[name] for name in sorted(self._places, key=self._places.__getitem__)}
         self._digest = hashlib.sha256()
         self._hashed = 0  # bytes from the start that are in the digest, or on their way into it
         self._pending: list[Future[None]] = []
@@ -106,7 +112,7 @@ class TensorFile:
                 file.seek(start)
                 yield file
         except (OSError, EOFError) as error:
-            raise ValueError(_UNREADABLE.format(path=self.path, name=name, error=error)) from error
+            raise TensorFileError(_UNREADABLE.format(path=self.path, name=name, error=error)) from error
 
     def _take(self, file: io.FileIO, piece: memoryview, *, ahead: bool) -> None:
         """Fill ``piece`` from the file, and hash it where it is the next that the hash lacks.
@@ -147,7 +153,7 @@ class TensorFile:
             with open(self.path, "rb", buffering=0) as file:
                 self._hash_up_to(file, file.seek(0, io.SEEK_END))
         except (OSError, EOFError) as error:
-            raise ValueError(_UNREADABLE.format(path=self.path, name="the rest", error=error)) from error
+            raise TensorFileError(_UNREADABLE.format(path=self.path, name="the rest", error=error)) from error
         self.settle()
         if self._thread is not None:
             self._thread.shutdown()

@@ -13,7 +13,6 @@ header and offsets are seen by a reader alone. It goes on while the system still
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ import torch
 from torch import Tensor
 
 from dflash2_train.config import RunConfig
-from dflash2_train.export.doctor import ERROR, Finding
 from dflash2_train.export.doctor.examine import examine
+from dflash2_train.export.doctor.findings import refuse_errors
 from dflash2_train.export.doctor.opened import OpenedDrafter
 from dflash2_train.export.doctor.target_facts import TargetFacts
 from dflash2_train.export.payload import (
@@ -36,7 +35,7 @@ from dflash2_train.export.payload import (
 from dflash2_train.export.record import write_papers
 from dflash2_train.export.weight_files import TABLES, WeightFiles, table_shapes
 from dflash2_train.export.weight_sources import MASK_PARAMETER, ModuleWeights, TableWeights, WeightSource
-from dflash2_train.export.weight_writer import write_weights
+from dflash2_train.export.weight_writer import shard_bytes, write_weights
 from dflash2_train.export.workspace import ExportError, check_replaceable, real_path, replace_folder, workspace
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
@@ -44,7 +43,6 @@ from dflash2_train.provenance import atomic_write_json, fsync_path
 from dflash2_train.target import FrozenHead, TargetInfo, torch_dtype
 
 logger = logging.getLogger(__name__)
-GIB = 2**30
 
 
 def load_drafter(folder: Path, dtype: torch.dtype | str) -> Drafter:
@@ -170,7 +168,8 @@ def _write_folder(
         examined = examine(folder, target=TargetFacts.of(target_info))
         if examined.subject is not None:
             refuse_difference(examined.subject, source.shape, mask, hashes)
-        refuse_faults(examined.findings)
+        refusal = "the exported drafter would not serve as trained, so it is not published"
+        refuse_errors(examined.findings, refusal, ExportError)
         for done in flushed:
             done.result()
 
@@ -191,19 +190,7 @@ def write_tensors(
     shapes = Drafter.expected_tensors(source.shape)
     if isinstance(source, TableWeights):
         shapes |= {name: tuple(table.shape) for name, table in source.tables.items()}
-    max_bytes = None if max_shard_gib is None else int(max_shard_gib * GIB)
-    return write_weights(folder, shapes, source.read, dtype=dtype, max_bytes=max_bytes)
-
-
-def refuse_faults(findings: Sequence[Finding]) -> None:
-    """Raise ExportError for the doctor's errors; log its warnings."""
-    errors = [finding for finding in findings if finding.severity == ERROR]
-    for finding in findings:
-        if finding.severity != ERROR:
-            logger.warning("export: %s", finding)
-    if errors:
-        listed = "\n  ".join(map(str, errors))
-        raise ExportError(f"the exported drafter would not serve as trained, so it is not published:\n  {listed}")
+    return write_weights(folder, shapes, source.read, dtype=dtype, max_bytes=shard_bytes(max_shard_gib))
 
 
 def refuse_difference(drafter: OpenedDrafter, shape: DrafterShape, mask: Tensor, hashes: dict[str, str]) -> None:

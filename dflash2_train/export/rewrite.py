@@ -20,7 +20,7 @@ from dflash2_train.export.evaluations import (
     refuse_other_drafter,
     summarise,
 )
-from dflash2_train.export.payload import RECORD
+from dflash2_train.export.payload import CARD, RECORD
 from dflash2_train.export.record import changed_files, finish_papers, read_record
 from dflash2_train.export.workspace import check_replaceable, real_path, replace_folder, workspace
 from dflash2_train.provenance import sha256_file
@@ -68,10 +68,10 @@ def refuse_changed(folder: Path, record: dict[str, Any]) -> None:
             f"{folder}: {', '.join(changed)} changed after the export, and new papers would hide that. "
             "Restore the files, or export again."
         )
-    if "conversion" in record:
-        raise UserError(f"{folder}: is a converted drafter and has no card of this project. Its maker's card holds.")
     if "target" not in record:
-        raise UserError(f"{folder / RECORD}: is of an earlier version. Export the checkpoint again, then add reports.")
+        raise UserError(f"{folder / RECORD}: is of an earlier version. Export or convert again, then add reports.")
+    if CARD not in record["files"]:
+        raise UserError(f"{folder}: is in another tool's layout and has no card of this one. Its maker's card holds.")
 
 
 def _link(source: str, target: str) -> None:

@@ -34,6 +34,11 @@ class Shard:
     tensors: tuple[str, ...]
 
 
+def shard_bytes(max_shard_gib: float | None) -> int | None:
+    """``max_bytes`` of :func:`write_weights` from a size in GiB."""
+    return None if max_shard_gib is None else int(max_shard_gib * 2**30)
+
+
 def plan_shards(shapes: Shapes, itemsize: int, max_bytes: int | None) -> list[Shard]:
     """Which tensors go into which file, in the order of their names.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from dflash2_train.export.convert.style import ConvertError, Hints
 from dflash2_train.export.convert.target_rows import Target, open_named_target
 from dflash2_train.export.doctor import check_folder
 from dflash2_train.export.hf import load_drafter
+from dflash2_train.export.rewrite import rewrite_papers
 from dflash2_train.export.verify import BAD, verify
 from dflash2_train.export.weight_files import WeightFiles
 from dflash2_train.lineage import warm_start_chain
@@ -41,6 +43,7 @@ from tests.foreign_drafters import (
     write_speculators,
     write_zlab,
 )
+from tests.reports import write_report
 from tests.tiny_target import save_tiny_llama
 
 HINTS = Hints(block_size=WIDTH, num_target_layers=TARGET_LAYERS)
@@ -489,12 +492,61 @@ def test_only_front_matter_states_a_licence(card: str, tmp_path: Path) -> None:
     assert stated_licence(tmp_path) is None
 
 
-def test_the_card_command_sends_a_converted_drafter_to_its_maker(tmp_path: Path, target: Target) -> None:
-    from dflash2_train.export.rewrite import rewrite_papers
+def test_the_card_of_a_conversion_tells_its_source_and_claims_nothing_else(
+    foreign: tuple[Path, bool], tmp_path: Path, target: Target
+) -> None:
+    source, second = foreign
+    (source / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n")
+    out = converted(source, tmp_path / "out", target=target, hints=HINTS)
+    card = (out / "README.md").read_text()
+    header = yaml.safe_load(card.split("---\n")[1])
+    assert header["license"] == "cc-by-nc-4.0"
+    assert ("dflash2" in header["tags"]) is second
+    assert ("| convolution | none |" in card) is not second
+    assert "| served by vLLM | not measured |" in card
+    assert "| training | not recorded |" in card
+    assert sha256_file(source / "model.safetensors") in card
+    assert sha256_file(out / "model.safetensors") in card
+    assert f"row {MASK_ID} of the target's embedding" in card
+    assert "expect fewer accepted tokens" not in card, "its mask slots take the target's row, as every server does"
+    assert str(tmp_path) not in card
 
+
+def test_a_card_says_which_servers_miss_a_trained_mask_vector(tmp_path: Path, target: Target) -> None:
+    out = converted(ours(tmp_path / "ours", target), tmp_path / "out", target=target)
+    assert "expect fewer accepted tokens" in (out / "README.md").read_text()
+
+
+def test_a_measurement_goes_into_the_card_of_a_converted_drafter(tmp_path: Path, target: Target) -> None:
     out = converted(write_zlab(tmp_path / "source"), tmp_path / "out", target=target)
-    with pytest.raises(UserError, match="converted"):
+    report = write_report(tmp_path / "report.json", out)
+    assert len(rewrite_papers(out, [report], repo_id="me/drafter")) == 1
+    card = (out / "README.md").read_text()
+    assert "| built-in runner | 2.667 (greedy, 1 in flight) |" in card
+    assert '"model": "me/drafter"' in card
+    assert "acceptance length greedy" in (out / "PROVENANCE.txt").read_text()
+    assert [check for check in verify(out) if check.verdict in BAD] == []
+
+
+def test_a_folder_for_another_tool_gets_no_card_of_this_one(tmp_path: Path, target: Target) -> None:
+    out = converted(write_zlab(tmp_path / "source"), tmp_path / "out", "speculators", target)
+    assert not (out / "README.md").exists()
+    with pytest.raises(UserError, match="another tool's layout"):
         rewrite_papers(out, [])
+
+
+@pytest.mark.parametrize("to", ["hf", "speculators"])
+def test_a_conversion_may_be_written_in_shards(to: str, tmp_path: Path, target: Target) -> None:
+    source = write_zlab(tmp_path / "source")
+    out = converted(source, tmp_path / "out", to, target, max_shard_gib=12000 / 2**30)
+    files = WeightFiles(out)
+    assert len(files.paths) > 2
+    assert not (out / "model.safetensors").exists()
+    back = converted(out, tmp_path / "back", target=target)
+    assert load_file(back / "model.safetensors").keys() == load_file(source / "model.safetensors").keys()
+    assert [check for check in verify(out) if check.verdict in BAD] == []
+    if to == "hf":
+        assert check_folder(out, target_info=target.info) == []
 
 
 def test_the_command_converts_says_what_is_lost_and_refuses_with_exit_2(

@@ -28,11 +28,15 @@ def card_text(published: Mapping[str, Any], record: Mapping[str, Any], hashes: M
     conversion, target = record["conversion"], record["target"]
     source, second = conversion["source"], conversion["generation"] == 2
     kind = "DFlash 2" if second else "DFlash"
+    target_name = target["name"] or "a target that its files do not name"
+    licence = source["license"] or "its files do not state one"
     sections = [
-        front_matter(record, licence=source["license"] or UNKNOWN, tags=[tag for tag in TAGS if second or "2" not in tag]),
+        front_matter(
+            record, licence=source["license"] or UNKNOWN, tags=[tag for tag in TAGS if second or "2" not in tag]
+        ),
         [
             "",
-            f"# {record['config']['name']}: a {kind} drafter for {target['name'] or 'a target that its files do not name'}",
+            f"# {record['config']['name']}: a {kind} drafter for {target_name}",
             "",
             "Speculative decoding: this small model proposes a block of tokens in one pass, the target checks them in "
             "one pass, and the output keeps the target's own distribution. It is no language model by itself.",
@@ -56,8 +60,7 @@ def card_text(published: Mapping[str, Any], record: Mapping[str, Any], hashes: M
         [
             "## Licence",
             "",
-            f"The licence of the source holds: {source['license'] or 'its files do not state one'}. A conversion does not "
-            "change it.",
+            f"The licence of the source holds: {licence}. A conversion does not change it.",
             "",
         ],
     ]

@@ -58,7 +58,6 @@ def export_gguf(config: RunConfig) -> Path:
         UserError: no source, one that cannot be converted, a file of somebody else's in the way, or a written file
             that is not what was meant. Files that were there stay.
     """
-    settings = config.export.gguf
     gguf_package()  # its absence is told before anything is exported
     out_dir = gguf_folder(config)
     folder = opened_source(config)

@@ -43,5 +43,7 @@ class HashedWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, _kind: type[BaseException] | None, _value: BaseException | None, _at: TracebackType | None) -> None:
+    def __exit__(
+        self, _kind: type[BaseException] | None, _value: BaseException | None, _at: TracebackType | None
+    ) -> None:
         self._thread.shutdown()

@@ -32,6 +32,7 @@ from dflash2_train.export.payload import (
     read_mask_embedding,
     tensor_faults,
 )
+from dflash2_train.export.published import expected_tensors, shape_of
 from dflash2_train.export.record import write_papers
 from dflash2_train.export.weight_files import TABLES, WeightFiles, table_shapes
 from dflash2_train.export.weight_sources import MASK_PARAMETER, ModuleWeights, TableWeights, WeightSource
@@ -49,7 +50,8 @@ def load_drafter(folder: Path, dtype: torch.dtype | str) -> Drafter:
     """The drafter in an exported folder, nothing guessed and nothing filled in.
 
     Tables of its own (see :mod:`dflash2_train.export.weight_files`) are checked for shape and not taken: who runs this
-    drafter embeds with the target's.
+    drafter embeds with the target's. A DFlash 1 comes with convolutions and a selector that add nothing
+    (:func:`dflash2_train.export.published.shape_of`).
 
     Args:
         folder: with ``config.json``, the weights in one file or in shards, and ``mask_embedding.pt``.
@@ -60,14 +62,14 @@ def load_drafter(folder: Path, dtype: torch.dtype | str) -> Drafter:
             unusable configuration; the text names it.
     """
     folder = Path(folder)
-    shape = DrafterShape.from_published(read_json(folder / CONFIG))
     weights = WeightFiles(folder)
-    expected = Drafter.expected_tensors(shape)
+    shape, generation = shape_of(read_json(folder / CONFIG), weights.header)
+    expected = expected_tensors(shape, generation)
     tables = {name: size for name, size in table_shapes(shape).items() if name in weights.header}
     faults = tensor_faults(weights.header, {**expected, **tables})
     if faults:
         listed = "\n  ".join(faults)
-        raise ValueError(f"{weights.paths[0]} is not a DFlash 2 drafter of its config.json:\n  {listed}")
+        raise ValueError(f"{weights.paths[0]} is not the drafter of its config.json:\n  {listed}")
     if tables:
         logger.warning(
             "%s: its own %s are not used, the target's are; where they differ, vLLM drafts otherwise",

@@ -88,7 +88,8 @@ def serving_lines(
         target: Hub id or folder of the target.
         drafter: Hub id, or what stands for the folder.
         num_proposals: drafted tokens a round; None = all that a block has.
-        mask_folded, targets_mask: as :func:`server_notes`.
+        mask_folded: as :func:`server_notes`.
+        targets_mask: as :func:`server_notes`.
     """
     trained = published["dflash_config"]["block_size"]
     size = trained if num_proposals is None else num_proposals + 1

@@ -15,8 +15,10 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from dflash2_train.config import UserError
+from dflash2_train.config import ConfigError, UserError
+from dflash2_train.evaluate.subject import describe_models, drafter_folder
 from dflash2_train.export.commands import dispatch
 from dflash2_train.export.convert.command import STYLE_NAMES
 from dflash2_train.export.convert.conversion import Plan, Request, convert, plan_conversion
@@ -30,9 +32,12 @@ from dflash2_train.export.verify import BAD, verify
 from dflash2_train.export.weight_files import WeightFiles
 from dflash2_train.lineage import warm_start_chain
 from dflash2_train.provenance import sha256_file
+from dflash2_train.runner import DecodeSettings, generate_batch, plain_decode
+from dflash2_train.runner.propose import DraftProposer
 from dflash2_train.warm_start import warm_drafter
 from tests.cases import edit_json, tiny_run_config
 from tests.foreign_drafters import (
+    HIDDEN,
     MASK_ID,
     SHAPE,
     TARGET_LAYERS,
@@ -183,6 +188,59 @@ def test_every_recorded_hash_of_a_conversion_holds_and_an_edit_shows(
 def test_the_runner_loads_a_converted_dflash_2(tmp_path: Path, target: Target) -> None:
     out = converted(write_speculators(tmp_path / "source"), tmp_path / "out", target=target)
     assert load_drafter(out, torch.float32).shape == SHAPE
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+def test_the_runner_decodes_with_a_converted_dflash_1_and_changes_no_token(
+    sliding: bool, tmp_path: Path, target: Target
+) -> None:
+    options = {"is_causal": False, "sliding_window": 6, "use_sliding_window": True} if sliding else {}
+    source = write_zlab(tmp_path / "source", second=False, sliding=sliding, **options)
+    drafter = load_drafter(converted(source, tmp_path / "out", target=target), torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(target.name, dtype=torch.float32).eval()
+    prompts = [[5, 17, 9, 40], [61, 2, 33, 8, 70, 12, 4]]
+    for temperature in (0.0, 1.0):
+        settings = DecodeSettings(
+            max_new_tokens=24, num_drafted=WIDTH - 1, stop_ids=frozenset(), temperature=temperature
+        )
+        results = generate_batch(model, drafter, prompts, settings, torch.Generator().manual_seed(0))
+        assert all(len(result.token_ids) == 24 for result in results)
+        if temperature == 0:
+            assert [result.token_ids for result in results] == [
+                plain_decode(model, prompt, settings).token_ids for prompt in prompts
+            ]
+
+
+def test_a_dflash_1_is_measured_with_argmax_proposals_and_no_others(tmp_path: Path, target: Target) -> None:
+    config = tiny_run_config(tmp_path)
+    config.target.name = target.name
+    source = write_zlab(tmp_path / "source", second=False)
+    out = converted(source, tmp_path / "out", target=target, max_shard_gib=12000 / 2**30)
+    config.eval.drafter = str(out)
+    assert drafter_folder(config) == out
+    hashes = describe_models(config, out)["drafter_sha256"]
+    assert hashes == {name: sha256_file(out / name) for name in hashes}
+    assert len(hashes) > 4, "every shard counts"
+    config.eval.draft_sampling = "selector"
+    with pytest.raises(ConfigError, match="has no selector"):
+        describe_models(config, out)
+    (out / MASK_FILE).unlink()
+    with pytest.raises(ConfigError, match=r"mask_embedding\.pt is missing.*convert SOURCE FOLDER --target"):
+        drafter_folder(config)
+
+
+@torch.no_grad()
+def test_a_dflash_1_proposes_the_best_unary_token_of_every_slot(tmp_path: Path, target: Target) -> None:
+    drafter = load_drafter(
+        converted(write_zlab(tmp_path / "source", second=False), tmp_path / "out", target=target), "float32"
+    )
+    head = torch.nn.Linear(HIDDEN, SHAPE.vocab_size, bias=False)
+    proposer = DraftProposer(
+        drafter.eval(), embedding_weight=embedding(target), head=head, num_drafted=WIDTH - 1, capacity=32
+    )
+    proposer.start(0, torch.randn(9, len(SHAPE.target_layer_ids) * HIDDEN))
+    hidden = proposer._block_hidden([4], [9])[:, 1:]
+    assert torch.equal(proposer.propose([4], [9]).draft_ids, head(hidden).argmax(-1))
 
 
 @pytest.mark.parametrize("style", ["zlab", "specforge", "speculators"])

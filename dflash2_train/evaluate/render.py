@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash2_train.evaluate.report import EqualityReport, EvalReport, PassReport, Speed
+from dflash2_train.export.evaluations import thinking_notes
 
 Row = tuple[str, ...]
 
@@ -150,6 +151,7 @@ def to_markdown(report: EvalReport, *, plot_name: str | None = None) -> str:
     """The whole report as one Markdown document."""
     parts = ["# Evaluation with the built-in runner", ""]
     parts += [f"- {key}: {value}" for key, value in report.protocol.items()]
+    parts += [f"\n**{note}**" for note in thinking_notes(report.run.get("drafter"), report.protocol["enable_thinking"])]
     for name, part in passes(report):
         parts += [
             f"\n## Acceptance, {name}\n",

@@ -14,6 +14,7 @@ from operator import add
 from typing import Any
 
 from dflash2_train.evaluate.report import FORMULAS, SCHEMA_VERSION, EvalReport, PassReport, Speed
+from dflash2_train.export.evaluations import thinking_notes
 
 RUNNER, SERVER, PUBLISHED = "runner", "server", "published"
 AUTOREGRESSIVE = "autoregressive"
@@ -227,6 +228,7 @@ def run_of_report(report: EvalReport) -> EvalRun:
         label="runner",
         protocol={"engine": "built-in runner", "hardware": _report_hardware(report), "ignore_eos": False, **protocol},
         cells=decoders,
+        labels=thinking_notes(report.run.get("drafter"), protocol.get("enable_thinking")),
         run=report.run,
     )
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dflash2_train.export.evaluations import thinking_notes
+
 NOT_MEASURED = "not measured"
 KINDS = {
     "runner": "built-in runner",
@@ -129,13 +131,8 @@ def notes(entry: Entry, record: Entry, published: Entry) -> list[str]:
     failed = sum(part["failed_requests"] for part in entry["passes"])
     if failed:
         found.append(f"**{failed:,} requests failed** and are in none of these figures.")
-    training = (record.get("source") or {}).get("training") or {}
-    mode = (training.get("cache") or {}).get("enable_thinking")
-    if training and mode != protocol.get("enable_thinking"):
-        found.append(
-            f"Measured with enable_thinking={protocol.get('enable_thinking')}, but trained on text with {mode}."
-        )
-    return [*found, *_outcome_notes(entry), *entry["labels"]]
+    found += thinking_notes(record, protocol.get("enable_thinking"))
+    return list(dict.fromkeys([*found, *_outcome_notes(entry), *entry["labels"]]))
 
 
 def _method_notes(entry: Entry) -> list[str]:

@@ -86,6 +86,20 @@ def refuse_other_drafter(report: Mapping[str, Any], path: Path, hashes: Mapping[
         )
 
 
+def thinking_notes(record: Mapping[str, Any] | None, measured: bool | None) -> list[str]:
+    """A sentence where a drafter was measured in another thinking mode than it was trained in; else nothing.
+
+    Args:
+        record: ``run.json`` of the export, or None.
+        measured: ``enable_thinking`` of the measurement; None = the template's own default.
+    """
+    training = ((record or {}).get("source") or {}).get("training") or {}
+    trained = (training.get("cache") or {}).get("enable_thinking")
+    if not training or trained == measured:
+        return []
+    return [f"Measured with enable_thinking={measured}, but trained on text with {trained}."]
+
+
 def summarise(report: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """What the card shows of a report, every rate computed from its counts.
 

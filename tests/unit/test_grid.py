@@ -343,6 +343,21 @@ def test_tables_and_plots_show_every_k_and_temperature_and_compare_pairs_like_wi
         compare(one, other)
 
 
+def test_a_task_that_was_trained_on_is_refused_before_models_load_and_labelled_where_that_is_allowed(
+    evaluation: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"prompt_id": "p", "split": "train", "messages": [{"role": "user", "content": "w1 w8"}]}
+    plan = Path(evaluation.data.root) / "prompts.jsonl"
+    plan.parent.mkdir(parents=True, exist_ok=True)
+    plan.write_text(json.dumps(row) + "\n")
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="one: one-1 .same user turn"):
+        patch.setattr("dflash2_train.evaluate.grid.run.open_models", lambda *_: pytest.fail("models were loaded"))
+        cli.evaluate(evaluation)
+    evaluation.eval.allow_trained_prompts = True
+    assert cli.evaluate(evaluation) == 0
+    assert any(label.startswith("NOT HELD OUT: 1 of 1") for label in run_of(evaluation).labels)
+
+
 def test_units_follow_the_conversations_and_move_the_first_decoder_on(evaluation: RunConfig) -> None:
     units = units_of(load_scripts(evaluation), [0.0, 1.0])
     assert [unit.key for unit in units[:4]] == ["one#0 at 0", "one#0 at 1", "one#1 at 0", "one#1 at 1"]

@@ -32,6 +32,8 @@ from dflash2_train.evaluate.subject import (
     open_models,
     published_shape,
 )
+from dflash2_train.evaluate.trained_on import check_tasks
+from dflash2_train.export.evaluations import thinking_notes
 from dflash2_train.provenance import atomic_write_json, run_record
 from dflash2_train.target import open_target_config
 
@@ -49,6 +51,7 @@ def measure_grid(config: RunConfig) -> tuple[EvalRun, EqualityReport | None] | N
     models = describe_models(config, folder)
     context = min(published_shape(folder).max_position_embeddings, _target_context(config))
     scripted = load_scripts(config)
+    overlap = check_tasks(config, [one.task for one in scripted])
     protocol = describe_grid(config, models, scripted, context)
     _check_lengths(scripted, protocol)
     ranks = open_ranks()
@@ -69,6 +72,7 @@ def measure_grid(config: RunConfig) -> tuple[EvalRun, EqualityReport | None] | N
         return None
     results.reload()
     run, equality = build_run(config, folder, protocol, scripted, [results.records[unit.key] for unit in units])
+    run.labels.extend([*overlap, *thinking_notes(run.run["drafter"], config.data.enable_thinking)])
     value = {**run.to_json(), "equality": asdict(equality) if equality else None}
     atomic_write_json(output_dir / REPORT_NAME, value)
     return run, equality

@@ -145,8 +145,8 @@ def export_hf(
         temporary.mkdir()
         _write_folder(temporary, source, config, target_info, run_record=run_record, dtype=dtype)
         replace_folder(temporary, final)
-    logger.info("exported the drafter and its mask vector to %s", final)
-    return final
+    logger.info("exported the drafter and its mask vector to %s", out_dir)
+    return Path(out_dir)
 
 
 def _write_folder(

@@ -215,6 +215,15 @@ def test_a_confident_drafters_gradient_keeps_its_digits_in_16_bits() -> None:
     assert relative_error(gradient, slope @ exact["head_weight"]) < 5e-3
 
 
+def test_a_loss_whose_gradient_was_taken_refuses_a_second_time() -> None:
+    """The gradient is weighted where it lies; a silent second use would weigh it twice."""
+    inputs = problem()
+    loss = weighted(run(inputs).loss)
+    torch.autograd.grad(loss, inputs["hidden"], retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, inputs["hidden"])
+
+
 def test_a_chunk_smaller_than_a_row_still_sweeps_row_by_row() -> None:
     inputs = problem()
     assert number(weighted(run(inputs, chunk_bytes=1).loss)) == pytest.approx(float(reference(inputs)[0]), rel=1e-10)

@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 CPU_BATCH_TOKENS = 2048  # tokens of a prefill step on a CPU; more gains nothing there
 QUEUED_PER_SEQUENCE = 4  # requests handed to the engine for each that it may run: full at every step, bounded memory
 MAX_STEPS_WITHOUT_STATES = 64  # engine steps after which states that never come are an error
+HELD_ROWS = 4 * CHUNK_ROWS  # teacher rows that finished requests are held for, so that most chunks are full
 
 
 def _engine_arguments(folder: Path, target: TargetConfig, data: DataConfig, max_model_len: int) -> dict[str, Any]:
@@ -237,11 +238,11 @@ class VllmCapturer:
             heartbeat()
 
     def _collect(self, finished: Sequence[tuple[CaptureRequest, RequestOutput]]) -> Iterator[CapturedStates]:
-        """States of finished requests; those of a full chunk of teacher rows go through the head together."""
+        """States of finished requests; those of a few chunks of teacher rows go through the head together."""
         held: list[_Read] = []
         for request, output in finished:
             held.append(self._read(request, output))
-            if sum(len(read.final) for read in held) >= CHUNK_ROWS:
+            if sum(len(read.final) for read in held) >= HELD_ROWS:
                 yield from self._with_teacher(held)
                 held = []
         if held:
@@ -252,7 +253,7 @@ class VllmCapturer:
         length = states.shape[0]
         taps = states[:, [self._slots.index(tap) for tap in self._taps]].reshape(length, -1)  # [S, T*H]
         first = min(request.first_teacher_row, length)  # with rows missing, no teacher is asked for beyond the end
-        # A copy of what the teacher is made from, so that the states of a whole chunk are not held for it.
+        # A copy of what the teacher is made from, so that all states of the request are not held for it.
         return _Read(request, output, token_ids, taps.to(torch.bfloat16), first, states[first:, -1].clone())
 
     def _with_teacher(self, held: Sequence[_Read]) -> Iterator[CapturedStates]:

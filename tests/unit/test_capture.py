@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from data_gen import capture as stage
 from data_gen.backends.base import (
@@ -265,13 +266,22 @@ def job(config: RunConfig, index: int) -> RunConfig:
     return replace(config, data=replace(config.data, num_shards=2, shard_index=index))
 
 
+def contents(config: RunConfig) -> dict[str, dict[str, str]]:
+    """Sample names and digest of every shard."""
+    found = {}
+    for path in (Path(config.data.root) / "capture").glob("shard-*"):
+        with safe_open(path, framework="pt") as file:
+            found[path.name] = dict(file.metadata())
+    return found
+
+
 def test_jobs_capture_each_shard_once_and_together_what_one_process_does(config: RunConfig, folder: Path) -> None:
     write_conversations(config)
     assert [run(job(config, index), folder).samples for index in (1, 0)] == [2, 2]
-    shards = {path.name: path.read_bytes() for path in (Path(config.data.root) / "capture").glob("shard-*")}
+    found = contents(config)
     shutil.rmtree(Path(config.data.root) / "capture")
     assert run(config, folder).samples == 4
-    assert {path.name: path.read_bytes() for path in (Path(config.data.root) / "capture").glob("shard-*")} == shards
+    assert contents(config) == found
 
 
 def test_jobs_that_list_failed_rows_keep_those_of_each_other(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ class ShardReader:
             lengths = self._lengths().tolist()
             columns = {name: self.tensors[name] for name in TOKEN_TENSORS}
             columns["loss_mask"] = columns["loss_mask"].view(torch.bool)
-            self._rows = list(zip(*(column.split(lengths) for column in columns.values()), strict=True))
+            self._rows = list(zip(*(column.split_with_sizes(lengths) for column in columns.values()), strict=True))
         return self._rows
 
     def _lengths(self) -> Tensor:

@@ -19,10 +19,10 @@ from data_gen.backends.base import SamplingSettings
 from data_gen.backends.folder import end_ids, find_target
 from data_gen.cache.jobs import Job
 from data_gen.chat import ChatRenderer, PromptRefusedError
-from data_gen.overlap import Message
 from data_gen.prompts import PromptPlan, PromptRecord, plan_prompts
 from data_gen.turns import turn_points
 from dflash2_train.config import ConfigError, DataConfig, RunConfig
+from dflash2_train.overlap import Message
 from dflash2_train.provenance import atomic_write_text, hash_model_folder
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from data_gen.overlap import Message
 from data_gen.prompt_rows import RowRejectedError
 from dflash2_train.config import PromptSourceConfig
 from dflash2_train.config.prompts import ROLES
+from dflash2_train.overlap import Message
 
 MAX_CONTROL = 0.02  # share of control and replacement characters from which text counts as binary
 

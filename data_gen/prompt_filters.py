@@ -6,9 +6,9 @@ import hashlib
 import importlib.util
 from typing import Any
 
-from data_gen.overlap import Message, split_words
 from data_gen.prompt_rows import RowRejectedError
 from dflash2_train.config import ConfigError, PromptSourceConfig
+from dflash2_train.overlap import Message, split_words
 
 LANGUAGE_CHARS = 2000  # of a prompt, from which its language is told
 LANGUAGE_LETTERS = 20  # a prompt with fewer is kept: too short to tell

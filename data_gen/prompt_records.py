@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from data_gen.overlap import Message
 from data_gen.prompt_report import PromptReport
+from dflash2_train.overlap import Message
 from dflash2_train.provenance import sha256_json
 
 

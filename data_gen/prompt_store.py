@@ -18,16 +18,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from data_gen.overlap import holdout_hash
 from data_gen.prompt_records import PromptPlan, PromptRecord
 from data_gen.prompt_report import PromptReport
 from data_gen.prompt_rows import source_files
+from dflash2_train import overlap
 from dflash2_train.config import DataConfig, PromptSourceConfig, absolute
 from dflash2_train.provenance import atomic_write_json, publish, sha256_file, sha256_json
 
 PROMPTS_FILE = "prompts.jsonl"
 REPORT_FILE = "prompts_report.json"
-PLANNING_CODE = ("prompt*.py", "overlap.py", "near_duplicates.py", "prompt_sets/*.jsonl")  # in this package
+PLANNING_CODE = ("prompt*.py", "near_duplicates.py", "prompt_sets/*.jsonl")  # in this package, and the overlap rules
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ def plan_fingerprint(config: DataConfig) -> str:
     }
     here = Path(__file__).parent
     code = {path.name: sha256_file(path) for pattern in PLANNING_CODE for path in sorted(here.glob(pattern))}
+    code["overlap.py"] = sha256_file(Path(overlap.__file__))
     files = [_file_states(source) for name in sources for source in vars(config)[name]]
     limits = (config.max_prompts, config.near_duplicates, config.max_rejected_share, config.sampling.seed)
     return sha256_json({"sources": sources, "limits": limits, "files": files, "code": code})
@@ -83,7 +84,7 @@ def write_plan(config: DataConfig, plan: PromptPlan) -> None:
 
 def assemble_plan(train: list[PromptRecord], holdout: list[PromptRecord], report: PromptReport) -> PromptPlan:
     """A plan with the hashes of its hold-out."""
-    hashes = sorted({holdout_hash(record.messages) for record in holdout})
+    hashes = sorted({overlap.holdout_hash(record.messages) for record in holdout})
     return PromptPlan(train=train, holdout=holdout, holdout_hashes=hashes, report=report)
 
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data_gen.near_duplicates import drop_near_duplicates
-from data_gen.overlap import OverlapIndex, duplicate_key
 from data_gen.prompt_columns import ColumnMap, Conversation
 from data_gen.prompt_filters import RowFilter
 from data_gen.prompt_records import PromptPlan, PromptRecord, prompt_id
@@ -31,6 +30,7 @@ from data_gen.prompt_selection import Selection, order_key, share_out
 from data_gen.prompt_sources import PromptSource
 from data_gen.prompt_store import assemble_plan, read_plan, write_plan
 from dflash2_train.config import ConfigError, DataConfig, PromptSourceConfig
+from dflash2_train.overlap import OverlapIndex, duplicate_key
 
 __all__ = ["PromptPlan", "PromptRecord", "find_overlap", "load_prompts", "make_prompts", "plan_prompts", "prompt_id"]
 

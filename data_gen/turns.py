@@ -16,8 +16,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
-from data_gen.overlap import Message
 from data_gen.prompts import PromptRecord
+from dflash2_train.overlap import Message
 
 ASKING = ("user", "tool")  # roles that an assistant answers
 

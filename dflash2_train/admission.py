@@ -9,8 +9,8 @@ from dflash2_train.app import open_console
 from dflash2_train.attest import Attestation, attest
 from dflash2_train.attest.samples import Samples
 from dflash2_train.config import RunConfig, UserError, absolute
-from dflash2_train.engine import first_rank_says
 from dflash2_train.provenance import atomic_write_json
+from dflash2_train.ranks import first_rank_says
 from dflash2_train.target import open_target_config
 from dflash2_train.training_data import TrainingData
 

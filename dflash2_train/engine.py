@@ -1,12 +1,9 @@
-"""The one door to DeepSpeed: ranks, engine, and the whole training state by parameter name.
+"""DeepSpeed's engine around a module, and the whole training state by parameter name.
 
 DeepSpeed is used for ZeRO, bf16 with fp32 masters, accumulation and clipping, with a client AdamW (its own
-optimizers compile C++ at first use). The same calls run on one CPU process over gloo and on many GPUs over nccl.
-
-Three facts shape the start. ``deepspeed.initialize`` looks for five environment variables and falls to MPI when one is
-missing, so a plain start sets them. On a CPU it compiles a shared-memory operator that training never uses, so
-its table of compatible operators is emptied first. It divides a loss by accumulation and world size, so the objective
-multiplies by both (see :mod:`dflash2_train.objective`).
+optimizers compile C++ at first use). The same calls run on one CPU process over gloo and on many GPUs over nccl; how
+ranks meet is told in :mod:`dflash2_train.ranks`. DeepSpeed divides a loss by accumulation and world size, so the
+objective multiplies by both (see :mod:`dflash2_train.objective`).
 
 **A window is applied on all ranks or on none.** The loss is looked at once a window: if it was not finite in any
 micro-batch of any rank, every rank makes its gradient NaN. DeepSpeed forms the global gradient norm, which all ranks
@@ -24,25 +21,19 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
-import os
-import socket
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dflash2_train.averaging import WeightAverage
-from dflash2_train.config import GuardConfig, TrainConfig, UserError
-from dflash2_train.exit_codes import EXIT_LOST_RANK
+from dflash2_train.config import TrainConfig, UserError
 from dflash2_train.optimizer import build_optimizer
+from dflash2_train.ranks import import_deepspeed, limit_waits
 from dflash2_train.schedules import rate_factor
 
-logger = logging.getLogger(__name__)
-_MEETING = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # where a launcher tells who meets where
 MASTERS, MOMENTS, AVERAGE = "masters", ("exp_avg", "exp_avg_sq"), "average"  # kinds of state, and their files' names
 
 
@@ -64,16 +55,6 @@ def build_deepspeed_config(train: TrainConfig, world_size: int) -> dict[str, Any
     return config
 
 
-def ensure_rank_environment() -> None:
-    """Make a plain start a one-rank job: set the five variables unless a launcher did."""
-    if "RANK" in os.environ:
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-
-
 class TrainEngine:
     """A DeepSpeed engine around one module, with the few calls that the loop and the checkpoints need.
 
@@ -83,7 +64,7 @@ class TrainEngine:
     """
 
     def __init__(self, module: nn.Module, train: TrainConfig) -> None:
-        deepspeed = _import_deepspeed()
+        self._deepspeed = import_deepspeed()
         self.rank: int = torch.distributed.get_rank()
         self.world_size: int = torch.distributed.get_world_size()
         self.deepspeed_config = build_deepspeed_config(train, self.world_size)
@@ -93,7 +74,7 @@ class TrainEngine:
         # DeepSpeed prints its memory use at every sub-step of this call, whatever its log level.
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore", FutureWarning)
-            self._engine, *_ = deepspeed.initialize(
+            self._engine, *_ = self._deepspeed.initialize(
                 model=module, optimizer=self._optimizer, config=self.deepspeed_config, dist_init_required=False
             )
         limit_waits(train.guard)
@@ -317,16 +298,12 @@ class TrainEngine:
                 master.copy_(saved)
 
     def _get_full(self, parameter: nn.Parameter) -> Tensor:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        full: Tensor = safe_get_full_fp32_param(parameter) if self._sharded else parameter
+        full: Tensor = self._deepspeed.utils.safe_get_full_fp32_param(parameter) if self._sharded else parameter
         return full
 
     def _set_full(self, parameter: nn.Parameter, value: Tensor) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param
-
         if self._sharded:
-            safe_set_full_fp32_param(parameter, value)
+            self._deepspeed.utils.safe_set_full_fp32_param(parameter, value)
         else:
             parameter.copy_(value)
 
@@ -335,81 +312,3 @@ class TrainEngine:
 def _overwrite(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
     for parameter, value in zip(parameters, values, strict=True):
         parameter.copy_(value)
-
-
-class RanksApartError(UserError):
-    """The ranks of a job did not find each other; trying again may help."""
-
-    exit_code = EXIT_LOST_RANK
-
-
-def start_ranks(guard: GuardConfig) -> tuple[int, int]:
-    """Join the process group; returns (rank, world size).
-
-    Args:
-        guard: whose time limit holds here and in every collective.
-
-    Raises:
-        RanksApartError: not all ranks came, or the address cannot be used.
-    """
-    ensure_rank_environment()
-    deepspeed = _import_deepspeed()
-    from deepspeed.accelerator import get_accelerator
-
-    backend, seconds = get_accelerator().communication_backend_name(), guard.collective_timeout_seconds
-    try:
-        if not torch.distributed.is_initialized():
-            deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=timedelta(seconds=seconds))
-    except torch.distributed.DistError as error:
-        rank, size, address, port = (os.environ[name] for name in _MEETING)
-        raise RanksApartError(
-            f"rank {rank} of {size} did not find the others at {address}:{port} within "
-            f"train.guard.collective_timeout_seconds={seconds:g} ({str(error).splitlines()[0]}). See why the others "
-            "did not start, and that the port is free and can be reached."
-        ) from error
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-
-def limit_waits(guard: GuardConfig) -> None:
-    """Give every group the time limit of ``guard``: DeepSpeed makes some with the default of the backend."""
-    # torch has no public call for either; trainers of its own set limits by the same two.
-    from torch.distributed.distributed_c10d import _set_pg_timeout, _world
-
-    for group in list(_world.pg_map):
-        _set_pg_timeout(timedelta(seconds=guard.collective_timeout_seconds), group)
-
-
-def first_rank_says(flag: bool) -> bool:
-    """The first rank's ``flag``, on every rank; the others wait for it here."""
-    return first_rank_number(int(flag)) > 0
-
-
-def first_rank_number(number: int) -> int:
-    """The first rank's ``number``, on every rank; the others wait for it here."""
-    if torch.distributed.get_world_size() == 1:
-        return number
-    from deepspeed.accelerator import get_accelerator
-
-    value = torch.tensor([number], dtype=torch.int64, device=get_accelerator().current_device_name())
-    torch.distributed.broadcast(value, src=0)
-    return int(value.item())
-
-
-def stop_ranks() -> None:
-    """Leave the process group in good order."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-def _import_deepspeed() -> Any:
-    """Import DeepSpeed, quiet, and on a CPU without the operator that it would compile."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    import deepspeed
-    import deepspeed.ops as operators
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.utils import logger as deepspeed_logger
-
-    deepspeed_logger.setLevel(logging.WARNING)
-    if get_accelerator().device_name() == "cpu":
-        operators.__dict__["__compatible_ops__"] = {}
-    return deepspeed

@@ -69,7 +69,7 @@ def run_rank(config: RunConfig, output: Path, found: Checkpoint | None) -> int:
     """What every rank does: join the others, resume from ``found``, train, save; the first rank exports."""
     import torch
 
-    from dflash2_train.engine import start_ranks, stop_ranks
+    from dflash2_train.ranks import start_ranks, stop_ranks
     from dflash2_train.ring_rows import WaitStopped
 
     stop = StopRequest()
@@ -93,8 +93,8 @@ def train_on_rank(
     config: RunConfig, output: Path, found: Checkpoint | None, stop: StopRequest, *, rank: int, world_size: int
 ) -> bool:
     """Build, resume from ``found``, loop and save, watched over; False when asked to stop before the last step."""
-    from dflash2_train.engine import first_rank_number
     from dflash2_train.guard import watched
+    from dflash2_train.ranks import first_rank_number
     from dflash2_train.training_data import open_training_data
     from dflash2_train.training_run import TrainingRun
 

@@ -42,15 +42,15 @@ run() {
 }
 # serve LOG SCRIPT WORDS: a server in the background. A dry run shows the server's own command too.
 serve() {
-    local log=$1
-    shift
-    show bash "$@"; echo "> $log &"
+    local log=$1 script=$2
+    shift 2
+    show bash "$script" "$@"; echo "> $log &"
     if [ "$dry" = 1 ]; then
-        bash "$@" --dry-run
+        bash "$script" --dry-run "$@" # first: what stands behind -- is the server's
         return
     fi
     mkdir -p "$(dirname "$log")"
-    bash "$@" >"$log" 2>&1 &
+    bash "$script" "$@" >"$log" 2>&1 &
     background+=("$!")
 }
 # ready URL LOG: wait until the server started last answers.
@@ -98,7 +98,8 @@ run .venv/bin/dflash2-export "${common[@]}"
 echo "# 3. what it is worth"
 drafter=(launch/serve_drafter.sh vllm "$run_dir/export" "$target" --tp 8)
 [ "$dry" = 0 ] || drafter+=(--block-size 8)
-flags=(--served-model-name "$served" --no-enable-prefix-caching --per-request-spec-decode-metrics summary)
+same=(--no-enable-prefix-caching) # of both servers: only the drafter may differ
+flags=(--served-model-name "$served" "${same[@]}" --per-request-spec-decode-metrics summary)
 measure=(.venv/bin/dflash2-eval "${common[@]}" +eval/protocol=holdout500 "eval.server.url=$first"
     "eval.server.hardware='$hardware'")
 if [ "$dry" = 1 ]; then
@@ -109,7 +110,7 @@ fi
 ready "$first" "$run_dir/logs/drafter-8000.log"
 run "${measure[@]}" eval.server.label=drafter
 stop
-serve "$run_dir/logs/plain-8000.log" launch/serve_target.sh "$target" --name "$served" --tp 8 --port 8000
+serve "$run_dir/logs/plain-8000.log" launch/serve_target.sh "$target" --name "$served" --tp 8 --port 8000 -- "${same[@]}"
 ready "$first" "$run_dir/logs/plain-8000.log"
 run "${measure[@]}" eval.server.method=autoregressive eval.server.label=plain
 stop

@@ -17,6 +17,14 @@ from dflash2_train.config.stream import StreamConfig
 BACKENDS = ("vllm", "hf", "server")
 CAPTURE_BACKENDS = ("vllm", "hf")
 MODES = ("cache", "stream")
+SIZES = (
+    "teacher_top_k",
+    "conversations_per_shard",
+    "max_prompt_tokens",
+    "max_num_seqs",
+    "kv_cache_gib",
+    "gpu_memory_utilization",
+)
 
 
 @dataclass(kw_only=True)
@@ -73,16 +81,15 @@ class DataConfig(GenerationConfig):
             "Leave it null for data.backend.",
         )
         self.check_generation(self.backend)
-        require(self.teacher_top_k > 0, "data.teacher_top_k", self.teacher_top_k, "must be positive", "Use 20.")
+        for key in SIZES:
+            value = getattr(self, key)
+            require(value > 0, f"data.{key}", value, "must be positive", "Use the experiment's value.")
         require(
-            self.conversations_per_shard > 0,
-            "data.conversations_per_shard",
-            self.conversations_per_shard,
-            "must be positive",
-            "Use 128.",
-        )
-        require(
-            self.max_prompt_tokens > 0, "data.max_prompt_tokens", self.max_prompt_tokens, "must be positive", "Use 512."
+            self.gpu_memory_utilization <= 1,
+            "data.gpu_memory_utilization",
+            self.gpu_memory_utilization,
+            "is a share of the memory, at most 1",
+            "Use 0.9.",
         )
         require(self.mode in MODES, "data.mode", self.mode, f"must be one of {MODES}", "Pick one.")
         require(

@@ -10,6 +10,22 @@ from dflash2_train.config.rules import require
 from dflash2_train.config.target import TargetConfig
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+SIZES = (
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "rms_norm_eps",
+    "rope_theta",
+    "max_position_embeddings",
+    "output_multiplier",
+    "final_logit_softcapping",
+    "initializer_range",
+)
 
 
 @dataclass(kw_only=True)
@@ -47,6 +63,43 @@ class DrafterConfig:
         return list(self.layer_types) or ["full_attention"] * self.num_layers
 
     def check(self, target: TargetConfig) -> None:
+        for key in SIZES:
+            value = getattr(self, key)
+            require(
+                value is None or value > 0, f"drafter.{key}", value, "must be positive", "Use the experiment's value."
+            )
+        self._check_taps(target)
+        self._check_layers()
+        require(
+            self.block_size >= 2,
+            "drafter.block_size",
+            self.block_size,
+            "needs the anchor and one drafted token",
+            "Use 8.",
+        )
+        require(
+            0 <= self.mask_token_id < target.vocab_size,
+            "drafter.mask_token_id",
+            self.mask_token_id,
+            f"must be an existing row of the target's embedding (0..{target.vocab_size - 1})",
+            "Choose a reserved token of the tokenizer that the target never writes.",
+        )
+        require(
+            target.hidden_size % self.conv_group_size == 0,
+            "drafter.conv_group_size",
+            self.conv_group_size,
+            f"must divide the hidden size {target.hidden_size}",
+            "Use 16.",
+        )
+        require(
+            2 <= self.selector_top_k <= target.vocab_size,
+            "drafter.selector_top_k",
+            self.selector_top_k,
+            "must lie between 2 and the vocabulary size",
+            "Use 16.",
+        )
+
+    def _check_taps(self, target: TargetConfig) -> None:
         taps = self.target_layer_ids
         require(
             len(taps) > 0,
@@ -69,20 +122,8 @@ class DrafterConfig:
             f"ids are 0-based layers of the target, so below {target.num_layers}",
             "Do not add 1; servers do.",
         )
-        require(
-            self.block_size >= 2,
-            "drafter.block_size",
-            self.block_size,
-            "needs the anchor and one drafted token",
-            "Use 8.",
-        )
-        require(
-            0 <= self.mask_token_id < target.vocab_size,
-            "drafter.mask_token_id",
-            self.mask_token_id,
-            f"must be an existing row of the target's embedding (0..{target.vocab_size - 1})",
-            "Choose a reserved token of the tokenizer that the target never writes.",
-        )
+
+    def _check_layers(self) -> None:
         require(
             self.num_heads % self.num_kv_heads == 0,
             "drafter.num_heads",
@@ -96,27 +137,6 @@ class DrafterConfig:
             self.head_dim,
             "rotary embedding needs an even size",
             "Use 64 or 128.",
-        )
-        require(
-            target.hidden_size % self.conv_group_size == 0,
-            "drafter.conv_group_size",
-            self.conv_group_size,
-            f"must divide the hidden size {target.hidden_size}",
-            "Use 16.",
-        )
-        require(
-            2 <= self.selector_top_k <= target.vocab_size,
-            "drafter.selector_top_k",
-            self.selector_top_k,
-            "must lie between 2 and the vocabulary size",
-            "Use 16.",
-        )
-        require(
-            self.output_multiplier > 0,
-            "drafter.output_multiplier",
-            self.output_multiplier,
-            "must be positive",
-            "Use 1.0.",
         )
         kinds = self.resolved_layer_types()
         require(

@@ -36,6 +36,7 @@ class EvalConfig:
     pack_weights: bool = True  # on a CPU with oneDNN: lay linear weights out for it, for both decoders
     spread_target: bool = False  # one target over all visible GPUs, by accelerate's device map
     tasks: list[EvalTaskConfig] = field(default_factory=list)  # empty = the experiment's hold-out
+    allow_trained_prompts: bool = False  # measure tasks of which training saw prompts; the result is labelled
     sweep: EvalSweepConfig = field(default_factory=EvalSweepConfig)  # mode=runner: several K and temperatures
     server: EvalServerConfig = field(default_factory=EvalServerConfig)
     gate: GateConfig = field(default_factory=GateConfig)
@@ -52,6 +53,14 @@ class EvalConfig:
             "must be argmax or selector",
             "Use argmax.",
         )
+        require(
+            self.max_prompts is None or self.max_prompts > 0,
+            "eval.max_prompts",
+            self.max_prompts,
+            "must be positive",
+            "Use null for all of them.",
+        )
+        require(0 < self.top_p <= 1, "eval.top_p", self.top_p, "must lie in (0, 1]", "Use 1.0 for off.")
         require(self.top_k >= 0, "eval.top_k", self.top_k, "must be 0 (off) or positive", "Use 0.")
         require(0 <= self.min_p < 1, "eval.min_p", self.min_p, "must lie in [0, 1)", "Use 0 for off.")
         require(

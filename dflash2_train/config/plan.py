@@ -57,7 +57,13 @@ class PlanConfig:
     def check(self) -> None:
         """Refuse values that make no plan."""
         self.hardware.check()
-        for key in ("prompts", "answer_tokens", "regenerate_tokens_per_s", "capture_tokens_per_s"):
+        for key in (
+            "prompts",
+            "answer_tokens",
+            "regenerate_tokens_per_s",
+            "capture_tokens_per_s",
+            "train_seconds_per_step",
+        ):
             value = getattr(self, key)
             require(value is None or value > 0, f"plan.{key}", value, "must be positive", "Use null to have it found.")
         require(self.prompt_tokens > 0, "plan.prompt_tokens", self.prompt_tokens, "must be positive", "Use 400.")

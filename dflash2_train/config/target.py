@@ -32,3 +32,6 @@ class TargetConfig:
         for key in ("hidden_size", "num_layers", "vocab_size", "tensor_parallel_size"):
             value = getattr(self, key)
             require(value > 0, f"target.{key}", value, "must be positive", "Copy it from the model's config.json.")
+        for key in ("num_parameters", "num_active_parameters"):
+            value = getattr(self, key)
+            require(value is None or value > 0, f"target.{key}", value, "must be positive", "Use null if not known.")

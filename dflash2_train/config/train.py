@@ -14,6 +14,18 @@ from dflash2_train.config.validation import ValidationConfig
 
 ATTENTION_PATHS = ("auto", "chunked", "flex", "dense")  # see model/attend.py
 SCHEDULES = ("cosine", "linear", "wsd")
+COUNTS = (
+    "steps",
+    "row_tokens",
+    "rows",
+    "accumulation",
+    "anchors_per_document",
+    "save_every",
+    "keep_checkpoints",
+    "log_every",
+    "prefetch_windows",
+    "max_bad_steps",
+)
 
 
 @dataclass(kw_only=True)
@@ -71,6 +83,16 @@ class TrainConfig:
     num_threads: int | None = None  # torch intra-op threads a rank; None = torch's own choice
 
     def check(self, drafter: DrafterConfig, target: TargetConfig) -> None:
+        for key in COUNTS:
+            value = getattr(self, key)
+            require(value > 0, f"train.{key}", value, "must be positive", "Use the experiment's value.")
+        self._check_start(drafter, target)
+        self._check_step()
+        self._check_short_blocks(drafter)
+        self._check_optimizer()
+        self._check_running()
+
+    def _check_start(self, drafter: DrafterConfig, target: TargetConfig) -> None:
         require(
             len(self.init_layers) in (0, drafter.num_layers)
             and all(0 <= i < target.num_layers for i in self.init_layers),
@@ -87,6 +109,14 @@ class TrainConfig:
             "Leave it empty for a random start.",
         )
         require(
+            self.init_norm_scale > 0, "train.init_norm_scale", self.init_norm_scale, "is a positive factor", "Use 1.0."
+        )
+        require(
+            self.init_recent_gain >= 0, "train.init_recent_gain", self.init_recent_gain, "must be at least 0", "Use 0."
+        )
+
+    def _check_step(self) -> None:
+        require(
             self.attention in ATTENTION_PATHS,
             "train.attention",
             self.attention,
@@ -94,26 +124,6 @@ class TrainConfig:
             "Use auto.",
         )
         require(self.dtype in DTYPES, "train.dtype", self.dtype, f"must be one of {DTYPES}", "Pick one.")
-        for key in (
-            "steps",
-            "row_tokens",
-            "rows",
-            "accumulation",
-            "anchors_per_document",
-            "save_every",
-            "keep_checkpoints",
-            "log_every",
-            "prefetch_windows",
-        ):
-            value = getattr(self, key)
-            require(value > 0, f"train.{key}", value, "must be positive", "Use the experiment's value.")
-        require(
-            self.validate_every >= 0,
-            "train.validate_every",
-            self.validate_every,
-            "is a number of steps",
-            "Use 0 for no validation.",
-        )
         require(
             self.zero_stage in (0, 1, 2),
             "train.zero_stage",
@@ -128,6 +138,8 @@ class TrainConfig:
             "DeepSpeed has no bf16 with fp32 accumulation at stage 0",
             "Use train.zero_stage=1 (it works on one rank) or train.dtype=float32.",
         )
+
+    def _check_short_blocks(self, drafter: DrafterConfig) -> None:
         short = self.short_block_size
         require(
             short is None or 2 <= short < drafter.block_size,
@@ -150,13 +162,12 @@ class TrainConfig:
             "needs train.short_block_size, the shortest of the random sizes",
             "Set both.",
         )
-        require(
-            self.init_recent_gain >= 0, "train.init_recent_gain", self.init_recent_gain, "must be at least 0", "Use 0."
-        )
-        for key in ("init_norm_scale", "conv_lr_scale", "selector_lr_scale", "mask_lr_scale", "gain_lr_scale"):
+
+    def _check_optimizer(self) -> None:
+        require(0 < self.lr < 1, "train.lr", self.lr, "must lie in (0, 1)", "Use 6e-4.")
+        for key in ("conv_lr_scale", "selector_lr_scale", "mask_lr_scale", "gain_lr_scale"):
             value = getattr(self, key)
             require(value > 0, f"train.{key}", value, "is a factor and must be positive", "Use 1.0.")
-        require(0 < self.lr < 1, "train.lr", self.lr, "must lie in (0, 1)", "Use 6e-4.")
         require(
             0 <= self.final_lr_ratio <= 1, "train.final_lr_ratio", self.final_lr_ratio, "must lie in [0, 1]", "Use 0.1."
         )
@@ -179,6 +190,24 @@ class TrainConfig:
             "Use 0.999.",
         )
         require(
+            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            "train.betas",
+            self.betas,
+            "needs two values in [0, 1)",
+            "Use [0.9, 0.95].",
+        )
+        require(self.weight_decay >= 0, "train.weight_decay", self.weight_decay, "must be at least 0", "Use 0.")
+        require(self.grad_clip >= 0, "train.grad_clip", self.grad_clip, "is a norm; 0 never clips", "Use 1.0.")
+
+    def _check_running(self) -> None:
+        require(
+            self.validate_every >= 0,
+            "train.validate_every",
+            self.validate_every,
+            "is a number of steps",
+            "Use 0 for no validation.",
+        )
+        require(
             self.gradient_share_every >= 0,
             "train.gradient_share_every",
             self.gradient_share_every,
@@ -192,11 +221,24 @@ class TrainConfig:
             "is the peak of one device in 1e12 operations a second and must be positive",
             "Use the figure of its data sheet without sparsity, or null.",
         )
-        require(len(self.betas) == 2, "train.betas", self.betas, "needs two values", "Use [0.9, 0.95].")
         require(
             self.wandb in ("disabled", "offline", "online"),
             "train.wandb",
             self.wandb,
             "must be disabled, offline or online",
             "Pick one.",
+        )
+        require(
+            self.max_seconds is None or self.max_seconds >= 0,
+            "train.max_seconds",
+            self.max_seconds,
+            "must be at least 0, which stops after one step",
+            "Use null for no limit.",
+        )
+        require(
+            self.num_threads is None or self.num_threads > 0,
+            "train.num_threads",
+            self.num_threads,
+            "must be positive",
+            "Use null for torch's own choice.",
         )

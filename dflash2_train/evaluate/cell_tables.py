@@ -10,6 +10,7 @@ from dflash2_train.evaluate.series import Series
 from dflash2_train.evaluate.table import NONE, Table
 
 PARTS = ("draft", "context", "verify", "sample")
+PLAIN = "plain"  # stands where a K would
 
 
 def cell_tables(series: Sequence[Series]) -> list[Table]:
@@ -61,9 +62,8 @@ def cycle_table(cells: Sequence[Cell]) -> Table:
     rows = []
     for cell in cells:
         seconds = cell.seconds_by_part or {}
-        after_first = cell.output_tokens - cell.requests.answered
+        after_first, decode = _decoded(cell)
         cycles = after_first if cell.acceptance is None else cell.acceptance.rounds
-        decode = sum(seconds.get(part, 0.0) for part in PARTS)
         rows.append(
             (
                 *_place(cell),
@@ -80,15 +80,43 @@ def cycle_table(cells: Sequence[Cell]) -> Table:
         rows=rows,
         notes=[
             "a cycle is one draft and its verification, or one plain token; sample is acceptance, rollback and "
-            "bookkeeping; tokens/s includes the prefill, decode tokens/s leaves it and each first token out"
+            "bookkeeping; tokens/s includes the prefill, decode tokens/s leaves it and each first token out",
+            *_fastest(cells),
         ],
     )
+
+
+def _decoded(cell: Cell) -> tuple[int, float]:
+    """Tokens after each answer's first, and the seconds that they took."""
+    seconds = cell.seconds_by_part or {}
+    return cell.output_tokens - cell.requests.answered, sum(seconds.get(part, 0.0) for part in PARTS)
+
+
+def _fastest(cells: Sequence[Cell]) -> list[str]:
+    """The decoder that was fastest over all tasks, at each temperature with several K: more drafts can be slower."""
+    sums: dict[str, dict[str, tuple[int, float]]] = {}
+    for cell in cells:
+        _, temperature, decoder = _place(cell)
+        found = sums.setdefault(temperature, {})
+        tokens, seconds = found.get(decoder, (0, 0.0))
+        more_tokens, more_seconds = _decoded(cell)
+        found[decoder] = tokens + more_tokens, seconds + more_seconds
+    notes = []
+    for temperature, found in sums.items():
+        paces = {decoder: tokens / seconds for decoder, (tokens, seconds) in found.items() if seconds > 0}
+        if len(paces.keys() - {PLAIN}) < 2:
+            continue
+        best = max(paces, key=lambda decoder: paces[decoder])
+        name = best if best == PLAIN else f"K={best}"
+        gain = f", {paces[best] / paces[PLAIN]:.2f}x plain decoding" if best != PLAIN and PLAIN in paces else ""
+        notes.append(f"temperature {temperature}: {name} decodes fastest here, {paces[best]:.1f} tokens/s{gain}")
+    return notes
 
 
 def _place(cell: Cell) -> tuple[str, str, str]:
     task = " / ".join(part for part in (cell.task, cell.category) if part)
     temperature = NONE if cell.temperature is None else f"{cell.temperature:g}"
-    return task, temperature, "plain" if cell.method == AUTOREGRESSIVE else str(cell.num_drafted)
+    return task, temperature, PLAIN if cell.method == AUTOREGRESSIVE else str(cell.num_drafted)
 
 
 def _with_band(value: float | None, band: Interval | None) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash2_train.app import open_console
-from dflash2_train.config import ConfigError, RunConfig, absolute, to_plain
+from dflash2_train.config import RunConfig, absolute, to_plain
 from dflash2_train.evaluate.commands import NAMES, run_command
 from dflash2_train.evaluate.subject import (
     decode_settings,
@@ -150,22 +150,20 @@ def evaluate_runner(config: RunConfig) -> int:
     from dflash2_train.evaluate.holdout import load_holdout
     from dflash2_train.evaluate.ranks import open_ranks
     from dflash2_train.evaluate.records import ResultsFile
-    from dflash2_train.evaluate.render import print_report
     from dflash2_train.evaluate.report import build_report
+    from dflash2_train.evaluate.room import open_room
+    from dflash2_train.evaluate.runs import HOLDOUT_TASK
+    from dflash2_train.export.evaluations import thinking_notes
 
-    console = open_console()
     prompts = load_holdout(absolute(config.data.root), max_prompts=config.eval.max_prompts)
     folder = drafter_folder(config)
     protocol = describe_protocol(config, folder, prompts)
-    output_dir = absolute(config.eval.output_dir)
-    ranks = open_ranks()
-    if config.eval.spread_target and ranks.count > 1:
-        raise ConfigError(
-            f"eval.spread_target=true: {ranks.count} processes would each spread a target over the same GPUs. "
-            "Start one process."
-        )
-    results = ResultsFile(output_dir, protocol, rank=ranks.rank)
-    mine = ranks.share(prompts)
+    room = open_room(config, folder, protocol["num_drafted"])
+    room.check(HOLDOUT_TASK, [len(prompt.prompt_ids) for prompt in prompts])
+    fitting = [prompt for prompt in prompts if room.fits(len(prompt.prompt_ids))]
+    ranks = open_ranks(spread_target=config.eval.spread_target)
+    results = ResultsFile(absolute(config.eval.output_dir), protocol, rank=ranks.rank)
+    mine = ranks.share(fitting)
     ranks.wait()  # all have read before anyone appends
     if any(prompt.prompt_id not in results.records for prompt in mine):
         run_measurement(config, folder, mine, protocol, results, ranks.device)
@@ -173,11 +171,22 @@ def evaluate_runner(config: RunConfig) -> int:
     if not ranks.is_first:
         return 0
     results.reload()
+    drafter, too_long = drafter_record(folder), len(prompts) - len(fitting)
     report = build_report(
-        [results.records[prompt.prompt_id] for prompt in prompts],
+        [results.records[prompt.prompt_id] for prompt in fitting],
         protocol=protocol,
-        run={"evaluation": run_record(to_plain(config)), "drafter": drafter_record(folder)},
+        run={"evaluation": run_record(to_plain(config)), "drafter": drafter},
+        too_long=too_long,
+        labels=[*room.labels(too_long), *thinking_notes(drafter, config.data.enable_thinking)],
     )
+    return publish_holdout(report, config)
+
+
+def publish_holdout(report: EvalReport, config: RunConfig) -> int:
+    """Write and show the hold-out's report, and return the exit code."""
+    from dflash2_train.evaluate.render import print_report
+
+    output_dir, console = absolute(config.eval.output_dir), open_console()
     run = write_report(report, output_dir)
     print_report(report, console)
     console.print(f"reports: {output_dir}", highlight=False)

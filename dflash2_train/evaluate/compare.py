@@ -166,6 +166,9 @@ def differences(base: EvalRun, other: EvalRun, pairs: Sequence[tuple[Cell, Cell]
         lengths = dict.fromkeys((drafted_by(base, one), drafted_by(other, two)) for one, two in pairs)
         found += [Difference(where="run", key="num_drafted", base=one, other=two) for one, two in lengths if one != two]
     for one, two in pairs:
+        left_out = [cell.requests.too_long for cell in (one, two)]
+        if left_out[0] != left_out[1]:
+            found.append(Difference(where=one.task, key="prompts too long", base=left_out[0], other=left_out[1]))
         found += [
             Difference(where=one.task, key=key, base=vars(one)[key], other=vars(two)[key])
             for key in CELL_KEYS

@@ -30,6 +30,9 @@ CONDITIONAL_COLOR, PLAIN_COLOR, HISTOGRAM_COLOR = "#1f5fa8", "#9bbbdc", "#5a8f4e
 LABEL_SIZE = 8
 SERIES_COLORS = ("#1f5fa8", "#c9622f", "#5a8f4e", "#8a5aa8", "#b08a1e", "#3f8f99", "#a83f5f", "#6b6b6b")
 PANEL_WIDTH, PANEL_HEIGHT = 6.4, 4.2  # inches
+NAMES_WIDTH = 70  # characters that fit side by side along an axis
+WIDEST_BAR = 0.25  # of the distance between two groups
+FEW_ROUNDS = 30  # a share of fewer is drawn as an outline
 
 
 def write_acceptance_plot(report: EvalReport, path: Path) -> None:
@@ -62,12 +65,20 @@ def _draw_positions(axes: Axes, part: PassReport) -> None:
     positions = range(1, len(part.rates.plain_rates) + 1)
     width = 0.4
     series = (
-        (part.rates.conditional_rates, -width / 2, CONDITIONAL_COLOR, "conditional: earlier drafts accepted"),
-        (part.rates.plain_rates, width / 2, PLAIN_COLOR, "plain: of all proposed"),
+        (
+            part.rates.conditional_rates,
+            -width / 2,
+            CONDITIONAL_COLOR,
+            f"conditional: earlier drafts accepted (outlined: in fewer than {FEW_ROUNDS} rounds)",
+        ),
+        (part.rates.plain_rates, width / 2, PLAIN_COLOR, "plain: of all rounds"),
     )
     for rates, offset, color, label in series:
         heights = [100 * (rate or 0.0) for rate in rates]
         bars = axes.bar([k + offset for k in positions], heights, width, color=color, label=label)
+        if offset < 0:
+            for bar, reached in zip(bars, part.counts.reached_per_position, strict=True):
+                bar.set(edgecolor=color, facecolor="white" if reached < FEW_ROUNDS else color)
         texts = ["-" if rate is None else f"{100 * rate:.0f}" for rate in rates]
         axes.bar_label(bars, texts, fontsize=LABEL_SIZE, padding=1)
     axes.set_xticks(list(positions))
@@ -112,6 +123,7 @@ def draw_runs(runs: Sequence[EvalRun]) -> bytes | None:
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(PANEL_WIDTH * columns, PANEL_HEIGHT * rows), dpi=150, layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12)  # type: ignore[union-attr, call-arg]
     canvas = FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False).flat
     for axes in list(grid)[len(panels) :]:
@@ -121,10 +133,27 @@ def draw_runs(runs: Sequence[EvalRun]) -> bytes | None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="0.9")
         axes.set_axisbelow(True)
-        axes.legend(fontsize=LABEL_SIZE, frameon=False)
+        _place_legend(axes)
     png = io.BytesIO()
     canvas.print_png(png)
     return png.getvalue()
+
+
+def _place_legend(axes: Axes) -> None:
+    """Names above the figures, in room made for them: bars and their labels must not meet them."""
+    names = len(axes.get_legend_handles_labels()[1])
+    columns = 1 if names < 3 else 3
+    low, high = axes.get_ylim()
+    axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= high])
+    axes.set_ylim(low, high * (1 + 0.065 * -(-names // columns)))
+    place = "upper right" if columns == 1 else "upper center"
+    axes.legend(fontsize=LABEL_SIZE, frameon=False, ncols=columns, loc=place, borderaxespad=0.2)
+
+
+def _bar_places(groups: Sequence[int], index: int, count: int) -> tuple[list[float], float]:
+    """Where the bars of series ``index`` of ``count`` stand in each group, and how wide they are."""
+    width = min(0.8 / count, WIDEST_BAR)
+    return [group + (index - (count - 1) / 2) * width for group in groups], width
 
 
 def _titled(panel: Panel, addition: str) -> Panel:
@@ -179,12 +208,12 @@ def _tasks_panel(series: Sequence[Series]) -> Panel | None:
         return None
 
     def draw(axes: Axes) -> None:
-        width = 0.8 / len(speculating)
         for index, one in enumerate(speculating):
             shown = [(place, cell) for place, spot in enumerate(spots) if (cell := _with_length(one, spot)) is not None]
             heights = [_length(cell) for _, cell in shown]
+            places, width = _bar_places([place for place, _ in shown], index, len(speculating))
             bars = axes.bar(
-                [place + (index - (len(speculating) - 1) / 2) * width for place, _ in shown],
+                places,
                 heights,
                 width,
                 yerr=_error_bars([cell for _, cell in shown]),
@@ -195,7 +224,8 @@ def _tasks_panel(series: Sequence[Series]) -> Panel | None:
             if len(spots) * len(speculating) <= 16:
                 axes.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=LABEL_SIZE, padding=1)
         _name_ticks(axes, names)
-        axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
+        axes.set_xlim(-0.5, len(spots) - 0.5)
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         axes.set_ylabel("acceptance length (pooled)")
         axes.set_title("Acceptance length by task, with 95% intervals", fontsize=10)
 
@@ -204,7 +234,7 @@ def _tasks_panel(series: Sequence[Series]) -> Panel | None:
 
 def _name_ticks(axes: Axes, names: Sequence[str]) -> None:
     """Names along the x axis, slanted where they would meet."""
-    slanted = len(names) > 4
+    slanted = sum(len(name) + 2 for name in names) > NAMES_WIDTH
     axes.set_xticks(
         range(len(names)),
         names,
@@ -253,7 +283,7 @@ def _lengths_panel(series: Sequence[Series]) -> Panel | None:
             places = [place for place, tokens in enumerate(buckets) if tokens in lengths]
             axes.plot(places, [lengths[buckets[place]] for place in places], **_line(one, series))
         _name_ticks(axes, buckets)
-        axes.set_ylim(0, 1.2 * max(length for _, lengths in lines for length in lengths.values()))
+        axes.set_ylim(0, 1.1 * max(length for _, lengths in lines for length in lengths.values()))
         axes.set_xlabel("prompt tokens")
         axes.set_ylabel("acceptance length (pooled)")
         axes.set_title("Acceptance length by prompt length", fontsize=10)
@@ -279,20 +309,21 @@ def _throughput_panel(series: Sequence[Series]) -> Panel | None:
 
     def draw(axes: Axes) -> None:
         steps = sorted({concurrency for _, speeds in lines for concurrency in speeds})
-        width = 0.8 / len(lines)
         for index, (one, speeds) in enumerate(lines):
-            bars = axes.bar(
-                [steps.index(concurrency) + (index - (len(lines) - 1) / 2) * width for concurrency in speeds],
-                list(speeds.values()),
-                width,
-                color=_color(one, series),
-                label=one.name,
-            )
-            axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds.values()], fontsize=LABEL_SIZE, padding=1)
+            places, width = _bar_places([steps.index(concurrency) for concurrency in speeds], index, len(lines))
+            bars = axes.bar(places, list(speeds.values()), width, color=_color(one, series), label=one.name)
+            if len(steps) * len(lines) <= 16:
+                axes.bar_label(bars, [_pace_text(speed) for speed in speeds.values()], fontsize=LABEL_SIZE, padding=1)
         axes.set_xticks(range(len(steps)), [str(step) for step in steps])
-        axes.set_ylim(0, 1.25 * axes.get_ylim()[1])
+        axes.set_xlim(-0.5, len(steps) - 0.5)
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         axes.set_xlabel("concurrency")
         axes.set_ylabel("output tokens/s")
         axes.set_title("Throughput, all tasks of a run", fontsize=10)
 
     return draw
+
+
+def _pace_text(speed: float) -> str:
+    """Three figures are enough to tell bars apart."""
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"

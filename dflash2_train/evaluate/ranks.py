@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
+from dflash2_train.config import ConfigError
+
 if TYPE_CHECKING:
     import torch
 
@@ -44,8 +46,12 @@ class Ranks:
             PartialState().wait_for_everyone()
 
 
-def open_ranks() -> Ranks:
-    """The ranks that the launcher set up; one rank without a launcher."""
+def open_ranks(*, spread_target: bool = False) -> Ranks:
+    """The ranks that the launcher set up; one rank without a launcher.
+
+    Raises:
+        ConfigError: several, of which each would spread a target over all GPUs (``spread_target``).
+    """
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -54,4 +60,9 @@ def open_ranks() -> Ranks:
     from accelerate import PartialState
 
     state = PartialState(cpu=not has_gpu, timeout=PATIENCE)
+    if spread_target:
+        raise ConfigError(
+            f"eval.spread_target=true: {state.num_processes} processes would each spread a target over the same GPUs. "
+            "Start one process."
+        )
     return Ranks(rank=state.process_index, count=state.num_processes, device=state.device)

@@ -150,6 +150,7 @@ def to_markdown(report: EvalReport, *, plot_name: str | None = None) -> str:
     """The whole report as one Markdown document."""
     parts = ["# Evaluation with the built-in runner", ""]
     parts += [f"- {key}: {value}" for key, value in report.protocol.items()]
+    parts += [f"- **{label}**" for label in report.labels]
     for name, part in passes(report):
         parts += [
             f"\n## Acceptance, {name}\n",
@@ -189,6 +190,8 @@ def print_report(report: EvalReport, console: Console) -> None:
     console.print(rich_table("speed", SPEED_HEADER, speed_rows(report)))
     if report.speedup is not None:
         console.print(f"speed-up of greedy decoding: {report.speedup:.2f}x (decode tokens/s)", highlight=False)
+    for label in report.labels:
+        console.print(label, style="yellow", highlight=False, markup=False)
     failed = report.equality is not None and bool(report.equality.failures)
     for line in equality_lines(report):
         console.print(

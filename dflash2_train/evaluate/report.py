@@ -128,6 +128,8 @@ class EvalReport:
     baseline: Speed | None
     speedup: float | None  # decode_tokens_per_second, greedy over baseline
     equality: EqualityReport | None
+    too_long: int = 0  # prompts that were not decoded: they do not fit the context with their answer
+    labels: list[str] = field(default_factory=list)  # what a reader must know of all figures
     run: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
@@ -312,13 +314,22 @@ def report_pass(records: Sequence[PromptRecord], decodings: Sequence[DecodeRecor
     )
 
 
-def build_report(records: Sequence[PromptRecord], *, protocol: dict[str, Any], run: dict[str, Any]) -> EvalReport:
+def build_report(
+    records: Sequence[PromptRecord],
+    *,
+    protocol: dict[str, Any],
+    run: dict[str, Any],
+    too_long: int = 0,
+    labels: Sequence[str] = (),
+) -> EvalReport:
     """The report of a whole evaluation.
 
     Args:
-        records: one a prompt, in prompt order.
+        records: one a decoded prompt, in prompt order.
         protocol: how it was measured; ``num_drafted`` and ``dtype`` are read from it.
         run: run records of this evaluation and of the drafter.
+        too_long: prompts that were not decoded.
+        labels: what a reader must know.
     """
     num_drafted = int(protocol["num_drafted"])
     sampled = [record.sampled for record in records if record.sampled is not None]
@@ -337,5 +348,7 @@ def build_report(records: Sequence[PromptRecord], *, protocol: dict[str, Any], r
         baseline=baseline,
         speedup=speedup,
         equality=judge_equality(records, str(protocol["dtype"])),
+        too_long=too_long,
+        labels=list(labels),
         run=run,
     )

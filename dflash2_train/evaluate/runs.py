@@ -71,7 +71,7 @@ class RequestCounts:
 
     asked: int  # sent at least once
     answered: int
-    too_long: int = 0  # prompt and answer do not fit the server's context; never sent
+    too_long: int = 0  # prompt and answer do not fit the context; never sent or decoded
     retried: int = 0  # further tries
     failed: dict[str, int] = field(default_factory=dict)  # cause -> requests without an answer
 
@@ -227,6 +227,7 @@ def run_of_report(report: EvalReport) -> EvalRun:
         label="runner",
         protocol={"engine": "built-in runner", "hardware": _report_hardware(report), "ignore_eos": False, **protocol},
         cells=decoders,
+        labels=report.labels,
         run=report.run,
     )
 
@@ -256,7 +257,7 @@ def _pass_cell(report: EvalReport, part: PassReport, *, temperature: float) -> C
             accepted=counts.accepted,
             accepted_per_position=counts.accepted_per_position,
         ),
-        requests=RequestCounts(asked=counts.prompts, answered=counts.prompts),
+        requests=RequestCounts(asked=counts.prompts, answered=counts.prompts, too_long=report.too_long),
         output_tokens=counts.output_tokens,
         seconds=sum(part.speed.seconds.values()),
         prompts_sha256=report.protocol.get("prompts_sha256"),
@@ -272,7 +273,7 @@ def _plain_cell(report: EvalReport, speed: Speed) -> Cell:
         concurrency=int(report.protocol.get("concurrency", 1)),
         temperature=0.0,
         acceptance=None,
-        requests=RequestCounts(asked=prompts, answered=prompts),
+        requests=RequestCounts(asked=prompts, answered=prompts, too_long=report.too_long),
         output_tokens=speed.output_tokens,
         seconds=sum(speed.seconds.values()),
         prompts_sha256=report.protocol.get("prompts_sha256"),

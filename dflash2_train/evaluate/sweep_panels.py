@@ -124,7 +124,7 @@ def _panel(lines: dict[str, Points], x_label: str, y_label: str, title: str) -> 
             places, heights = zip(*points, strict=True) if points else ((), ())
             axes.plot(places, heights, marker="o", markersize=4, color=color, label=name)
         axes.set_xticks(sorted({place for points in lines.values() for place, _ in points}))
-        axes.set_ylim(0, 1.25 * max(height for points in lines.values() for _, height in points))
+        axes.set_ylim(0, 1.1 * max(height for points in lines.values() for _, height in points))
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.set_title(title, fontsize=10)

@@ -138,7 +138,7 @@ def positions_table(series: Series) -> Table:
 
 
 def lengths_table(series: Series) -> Table:
-    """Pooled acceptance length by prompt length, where requests told their counts."""
+    """Pooled acceptance length by prompt length, where requests told their counts; empty if all lengths are alike."""
     rows = [
         (
             cell_name(cell, series),
@@ -151,6 +151,8 @@ def lengths_table(series: Series) -> Table:
         for cell in series.cells
         for tokens, requests, counts in by_prompt_length(cell)
     ]
+    if len({row[2] for row in rows}) < 2:
+        rows = []
     return Table(
         title=f"By prompt length: {series.name}",
         header=("task", "concurrency", "prompt tokens", "requests", "rounds", "acceptance length"),
@@ -274,4 +276,6 @@ def _condition(run: EvalRun, key: str) -> str:
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
     return NONE if value is None or value == "" else str(value)

@@ -20,7 +20,9 @@ from dflash2_train.provenance import sha256_json
 
 Message = dict[str, str]
 ROLES = ("system", "user", "assistant")
-ID_COLUMNS = ("prompt_id", "id", "question_id", "task_id")
+ID_COLUMNS = ("prompt_id", "id", "question_id", "task_id", "unique_id")
+# What nvidia/SPEED-Bench holds on the Hub in place of a prompt whose source has another licence.
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +148,11 @@ def _conversation(row: dict[str, Any], number: int, config: EvalTaskConfig, plac
     opening, turns = _turns(row, config, place)
     if not opening or not opening[-1]["content"].strip() or any(not turn.strip() for turn in turns):
         raise ConfigError(f"{place}: an empty prompt. Remove the row, or correct prompt and turns_column.")
+    if any(PLACEHOLDER in turn for turn in (*(one["content"] for one in opening), *turns)):
+        raise ConfigError(
+            f"{place}: holds a note in place of the prompt ({PLACEHOLDER!r}). Prepare the files with the data set's "
+            "own tool, which fetches the prompts from their sources, and name those in path."
+        )
     return Conversation(prompt_id=prompt_id, opening=opening, further_turns=turns)
 
 

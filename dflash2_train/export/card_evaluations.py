@@ -8,28 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-NOT_MEASURED = "not measured"
-KINDS = {
-    "runner": "built-in runner",
-    "vllm": "served by vLLM",
-    "sglang": "served by SGLang",
-    "llama.cpp": "served by llama.cpp",
-}
+from dflash2_train.export.card_tables import (
+    KINDS,
+    NOT_MEASURED,
+    drafted_by,
+    kind_name,
+    length_text,
+    main_passes,
+    pass_table,
+    position_tables,
+    task_table,
+    where,
+)
+from dflash2_train.export.evaluations import thinking_notes
+
 FEW_PROMPTS = 100
 Entry = Mapping[str, Any]
-
-
-def _length(value: float | None) -> str:
-    return NOT_MEASURED if value is None else f"{value:.3f}"
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f}%" if whole else "-"
-
-
-def _kind(entry: Entry) -> str:
-    name = str(entry["measured_with"])
-    return KINDS.get(name, f"served by {name}")
 
 
 def evaluation_lines(record: Entry, published: Entry) -> list[str]:
@@ -47,8 +41,10 @@ def evaluation_lines(record: Entry, published: Entry) -> list[str]:
 def _overview(entries: Sequence[Entry]) -> list[str]:
     found: dict[str, list[str]] = {name: [] for name in KINDS.values()}
     for entry in entries:
-        texts = [f"{_length(part['acceptance_length_pooled'])} ({_where(part)})" for part in entry["passes"]]
-        found.setdefault(_kind(entry), []).extend(texts)
+        texts = [
+            f"{length_text(part['acceptance_length_pooled'])} ({where(part, entry)})" for part in main_passes(entry)
+        ]
+        found.setdefault(kind_name(entry), []).extend(texts)
     return [
         "| measured with | acceptance length (pooled) |",
         "|---|---|",
@@ -60,56 +56,20 @@ def _overview(entries: Sequence[Entry]) -> list[str]:
     ]
 
 
-def _where(part: Entry) -> str:
-    return f"{part['name']}, {part['concurrency']} in flight"
-
-
 def _details(entry: Entry, record: Entry, published: Entry) -> list[str]:
     protocol = entry["protocol"]
-    setting = ", ".join(str(protocol[key]) for key in ("engine", "hardware") if protocol.get(key))
+    told = ("hardware",) if entry["measured_with"] == "runner" else ("engine", "hardware")
+    setting = ", ".join(str(protocol[key]) for key in told if protocol.get(key))
     return [
-        f"### {_kind(entry)[0].upper()}{_kind(entry)[1:]}" + (f": {setting}" if setting else ""),
+        f"### {kind_name(entry)[0].upper()}{kind_name(entry)[1:]}" + (f": {setting}" if setting else ""),
         "",
-        *_pass_table(entry["passes"]),
-        *_position_tables(entry["passes"]),
+        *task_table(entry),
+        *pass_table(entry),
+        *position_tables(entry),
         *(f"- {note}" for note in notes(entry, record, published)),
         f"- Raw counts: `{entry['file']}`",
         "",
     ]
-
-
-def _pass_table(passes: Sequence[Entry]) -> list[str]:
-    rows = []
-    for part in passes:
-        speed, temperature = part["tokens_per_second"], part["temperature"]
-        cells = (
-            part["name"],
-            NOT_MEASURED if temperature is None else f"{temperature:g}",
-            part["concurrency"],
-            f"{part['prompts']:,}",
-            f"{_length(part['acceptance_length_pooled'])} ({part['committed']:,} / {part['rounds']:,} rounds)",
-            _length(part["acceptance_length_per_request"]),
-            f"{_percent(part['accepted'], part['proposed'])} ({part['accepted']:,} of {part['proposed']:,})",
-            NOT_MEASURED if speed is None else f"{speed:,.1f}",
-        )
-        rows.append("| " + " | ".join(str(cell) for cell in cells) + " |")
-    header = "pooled acceptance length | mean over prompts | drafts accepted | tokens/s |"
-    return [f"| | temperature | in flight | prompts | {header}", "|" + "---|" * 8, *rows, ""]
-
-
-def _position_tables(passes: Sequence[Entry]) -> list[str]:
-    """Accepted drafts by position, of all rounds and of those that had accepted everything before."""
-    width = max(len(part["accepted_per_position"]) for part in passes)
-    lines = []
-    for title, whole in (("of all rounds", "proposed_per_position"), ("given all before it", "reached_per_position")):
-        lines += [f"| accepted at position, {title} | " + " | ".join(str(k + 1) for k in range(width)) + " |"]
-        lines += ["|" + "---|" * (width + 1)]
-        for part in passes:
-            pairs = list(zip(part["accepted_per_position"], part[whole], strict=True))
-            shares = [_percent(accepted, rounds) for accepted, rounds in pairs] + ["-"] * (width - len(pairs))
-            lines.append(f"| {_where(part)} | " + " | ".join(shares) + " |")
-        lines.append("")
-    return lines if width else []
 
 
 def notes(entry: Entry, record: Entry, published: Entry) -> list[str]:
@@ -121,21 +81,25 @@ def notes(entry: Entry, record: Entry, published: Entry) -> list[str]:
         f"At most {'an unrecorded number of' if limit is None else limit} new tokens a prompt.",
     ]
     trained = published["dflash_config"]["block_size"] - 1
-    if protocol["num_drafted"] != trained:
-        found.append(f"{protocol['num_drafted']} tokens were drafted a round; the drafter was trained for {trained}.")
+    drafted = list(dict.fromkeys(drafted_by(part, entry) for part in entry["passes"]))
+    if drafted != [trained]:
+        numbers = ", ".join(str(number) for number in drafted)
+        found.append(f"{numbers} tokens were drafted a round; the drafter was trained for {trained}.")
+    if len(drafted) > 1:
+        found.append("Acceptance by position is shown for the largest K.")
     prompts = min(part["prompts"] for part in entry["passes"])
     if prompts < FEW_PROMPTS:
         found.append(f"Only {prompts} prompts: the digits after the point are uncertain.")
     failed = sum(part["failed_requests"] for part in entry["passes"])
     if failed:
         found.append(f"**{failed:,} requests failed** and are in none of these figures.")
-    training = (record.get("source") or {}).get("training") or {}
-    mode = (training.get("cache") or {}).get("enable_thinking")
-    if training and mode != protocol.get("enable_thinking"):
-        found.append(
-            f"Measured with enable_thinking={protocol.get('enable_thinking')}, but trained on text with {mode}."
-        )
-    return [*found, *_outcome_notes(entry), *entry["labels"]]
+    too_long = max(part.get("too_long", 0) for part in entry["passes"])
+    if too_long:
+        found.append(f"Up to {too_long:,} prompts of a pass do not fit the context and are in none of these figures.")
+    found += thinking_notes(record, protocol.get("enable_thinking"))
+    # What tables and notes above say already is not said again in the report's own words.
+    told = [label for label in entry["labels"] if not label.startswith("greedy equality") and "do not fit" not in label]
+    return list(dict.fromkeys([*found, *_outcome_notes(entry), *told]))
 
 
 def _method_notes(entry: Entry) -> list[str]:
@@ -143,7 +107,7 @@ def _method_notes(entry: Entry) -> list[str]:
     if entry["measured_with"] == "runner":
         return [
             f"Decoded in {protocol.get('dtype')} on {protocol.get('device')}, {protocol.get('concurrency')} prompt at "
-            "a time, held-out prompts: acceptance is what it says, tokens/s is no server's."
+            "a time: acceptance is what it says, tokens/s is no server's."
         ]
     return [
         "The server does not tell which drafter it loaded; the hash in the report is that of the export it was "
@@ -160,7 +124,7 @@ def _outcome_notes(entry: Entry) -> list[str]:
         verdict = f"**{equality['failures']} failed**" if equality["failures"] else "none failed"
         found.append(
             f"Greedy output equal to plain decoding on {equality['prompts_equal']} of {equality['prompts_checked']} "
-            f"prompts; rule: {equality['rule']}; {verdict}."
+            f"answers; rule: {equality['rule']}; {verdict}."
         )
     if entry["speedup"] is not None:
         slower = " Slower than plain decoding on this machine." if entry["speedup"] < 1 else ""

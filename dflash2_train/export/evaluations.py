@@ -8,17 +8,16 @@ these files, and its rates are computed anew from its raw counts. The report its
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash2_train.config import UserError
+from dflash2_train.export.evaluation_passes import SERVER, EvaluationError, passes_of
 from dflash2_train.export.payload import WEIGHTS
 from dflash2_train.provenance import public_value, sha256_file
 
 SCHEMA_VERSIONS = (1,)
-RUNNER, SERVER = "runner", "server"
+RUNNER = "runner"
 PROTOCOL_FACTS = (
     "experiment",
     "mode",
@@ -27,6 +26,7 @@ PROTOCOL_FACTS = (
     "dtype",
     "device",
     "num_drafted",
+    "draft_lengths",
     "concurrency",
     "max_new_tokens",
     "prompts",
@@ -35,15 +35,10 @@ PROTOCOL_FACTS = (
     "template",
     "prefix_caching",
     "temperature",
+    "temperatures",
     "top_p",
     "draft_sampling",
 )
-COUNTS = ("rounds", "proposed", "accepted", "committed")
-POSITIONS = ("proposed_per_position", "reached_per_position", "accepted_per_position")
-
-
-class EvaluationError(UserError):
-    """A report that cannot stand in a card; the text names the file and the reason."""
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -86,6 +81,20 @@ def refuse_other_drafter(report: Mapping[str, Any], path: Path, hashes: Mapping[
         )
 
 
+def thinking_notes(record: Mapping[str, Any] | None, measured: bool | None) -> list[str]:
+    """A sentence where a drafter was measured in another thinking mode than it was trained in; else nothing.
+
+    Args:
+        record: ``run.json`` of the export, or None.
+        measured: ``enable_thinking`` of the measurement; None = the template's own default.
+    """
+    training = ((record or {}).get("source") or {}).get("training") or {}
+    trained = (training.get("cache") or {}).get("enable_thinking")
+    if not training or trained == measured:
+        return []
+    return [f"Measured with enable_thinking={measured}, but trained on text with {trained}."]
+
+
 def summarise(report: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """What the card shows of a report, every rate computed from its counts.
 
@@ -108,10 +117,9 @@ def summarise(report: Mapping[str, Any], path: Path) -> dict[str, Any]:
             "time_utc": evaluation.get("time_utc"),
             "machine": evaluation.get("machine"),
         }
-        if protocol["mode"] == SERVER:
-            served = str(protocol["engine"]).split()[0].lower()
-            return {"measured_with": served, "passes": _served_passes(report, path), **summary}
-        return {"measured_with": RUNNER, "passes": _runner_passes(report, path), **summary}
+        served = protocol["mode"] == SERVER
+        measured_with = str(protocol["engine"]).split()[0].lower() if served else RUNNER
+        return {"measured_with": measured_with, "passes": passes_of(report, path), **summary}
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise EvaluationError(f"{path}: a field is missing or of another kind ({error!r}). Run it again.") from error
 
@@ -123,91 +131,39 @@ def _equality(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {**kept, "failures": len(found["failures"])}
 
 
-def _runner_passes(report: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
-    """The greedy pass, and the sampled one if there was one."""
-    protocol = report["protocol"]
-    named = [("greedy", 0.0, report["greedy"])]
-    if report.get("sampled"):
-        temperature = float(protocol["temperature"])
-        named.append((f"sampled at temperature {temperature:g}", temperature, report["sampled"]))
-    passes = []
-    for name, temperature, part in named:
-        counts, rates = part["counts"], part["rates"]
-        found = {
-            "name": name,
-            "temperature": temperature,
-            "concurrency": protocol.get("concurrency"),
-            "prompts": counts["prompts"],
-            **{key: counts[key] for key in (*COUNTS, *POSITIONS)},
-            "acceptance_length_pooled": _ratio(counts["committed"], counts["rounds"]),
-            "acceptance_length_per_request": rates["acceptance_length_per_request"],
-            "tokens_per_second": (part.get("speed") or {}).get("decode_tokens_per_second"),
-            "failed_requests": 0,
-        }
-        _refuse_contradiction(found, path, stated=rates["acceptance_length_pooled"])
-        passes.append(found)
-    return passes
+def _condition(entry: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
+    """What two measurements share that measured the same thing: protocol, and the prompts of every pass."""
+    keys = ("name", "temperature", "concurrency", "prompts_sha256")
+    protocol = {key: value for key, value in entry["protocol"].items() if value is not None}
+    return protocol, [tuple(part.get(key) for key in keys) for part in entry["passes"]]
 
 
-def _served_passes(report: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
-    """Each cell of a served run: a task, or a category of it, at one concurrency."""
-    passes = []
-    for cell in report["cells"]:
-        acceptance = cell["acceptance"]
-        if cell["method"] != "drafter" or acceptance is None:
-            raise EvaluationError(f"{path}: measured {cell['method']}, not this drafter. Name a run of the drafter.")
-        rounds, accepted = acceptance["rounds"], acceptance["accepted"]
-        by_position = list(acceptance["accepted_per_position"])
-        seconds = cell["seconds"]
-        found = {
-            "name": " / ".join(part for part in (cell["task"], cell.get("category")) if part),
-            "temperature": cell["temperature"],
-            "concurrency": cell["concurrency"],
-            "prompts": cell["requests"]["answered"],
-            "rounds": rounds,
-            "proposed": acceptance["proposed"],
-            "accepted": accepted,
-            "committed": accepted + rounds,
-            "proposed_per_position": [rounds] * len(by_position),  # servers propose all K in nearly every round
-            "reached_per_position": [rounds, *by_position][: len(by_position)],
-            "accepted_per_position": by_position,
-            "acceptance_length_pooled": _ratio(accepted + rounds, rounds),
-            "acceptance_length_per_request": _mean_length(cell.get("per_request")),
-            "tokens_per_second": _ratio(cell["output_tokens"], seconds),
-            "failed_requests": sum(cell["requests"]["failed"].values()),
-        }
-        _refuse_contradiction(found, path, stated=found["acceptance_length_pooled"])
-        passes.append(found)
-    return passes
-
-
-def _ratio(numerator: float, denominator: float) -> float | None:
-    return numerator / denominator if denominator else None
-
-
-def _mean_length(rows: list[list[int]] | None) -> float | None:
-    """Mean over requests of 1 + accepted / rounds; rows hold prompt, rounds, accepted, prompt tokens."""
-    lengths = [1 + row[2] / row[1] for row in rows or [] if row[1]]
-    return sum(lengths) / len(lengths) if lengths else None
-
-
-def _refuse_contradiction(found: Mapping[str, Any], path: Path, *, stated: float | None) -> None:
-    """Raise EvaluationError unless counts add up and the stated acceptance length follows from them."""
-    length, by_position = found["acceptance_length_pooled"], found["accepted_per_position"]
-    consistent = (
-        found["committed"] == found["accepted"] + found["rounds"]
-        and found["accepted"] <= found["proposed"]
-        and (not by_position or sum(by_position) == found["accepted"])
-        and (length is stated is None or (length and stated and math.isclose(length, stated, rel_tol=1e-9)))
+def holds_numbers(summary: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
+    """Whether every fact and number of ``entry`` is that of ``summary``; entries of earlier versions have fewer."""
+    parts = [(summary["protocol"], entry["protocol"])]
+    parts += zip(summary["passes"], entry["passes"], strict=False)
+    return len(summary["passes"]) == len(entry["passes"]) and all(
+        key in found and found[key] == value for found, kept in parts for key, value in kept.items()
     )
-    if not consistent:
-        raise EvaluationError(f"{path}: counts and rates of {found['name']!r} contradict each other. Run it again.")
+
+
+def contradiction(path: Path, entry: Mapping[str, Any], hashes: Mapping[str, str]) -> str | None:
+    """What is wrong with the report of ``entry`` at ``path``; None if it gives the entry's numbers for these files."""
+    try:
+        report = read_report(path)
+        refuse_other_drafter(report, path, hashes)
+        return None if holds_numbers(summarise(report, path), entry) else "other numbers"
+    except EvaluationError as error:
+        return str(error)
+    except (KeyError, TypeError, AttributeError) as error:
+        return f"its entry in the record is damaged ({error!r})"
 
 
 def add_evaluations(folder: Path, record: dict[str, Any], reports: list[Path]) -> list[str]:
     """Check reports against the drafter in ``folder``, copy them there and list them in ``record``.
 
-    A report that is there already is passed over; a later one with the same protocol takes the place of an earlier.
+    A report that is there already is passed over; a later one of the same prompts under the same protocol takes
+    the place of an earlier.
 
     Args:
         folder: of a drafter, being rewritten; ``evaluation-*.json`` files are added and removed in it.
@@ -232,7 +188,7 @@ def add_evaluations(folder: Path, record: dict[str, Any], reports: list[Path]) -
             continue
         name = f"evaluation-{digest[:12]}.json"
         (folder / name).write_text(json.dumps(public, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        for old in [entry for entry in known if entry["protocol"] == summary["protocol"]]:
+        for old in [entry for entry in known if _condition(entry) == _condition(summary)]:
             (folder / old["file"]).unlink(missing_ok=True)
             known.remove(old)
         entry = {"file": name, "sha256": sha256_file(folder / name), "report_sha256": digest, **summary}

@@ -109,10 +109,19 @@ def _evaluations(record: Mapping[str, Any]) -> list[str]:
         return ["evaluations: none recorded"]
     lines = ["evaluations:"]
     for entry in entries:
-        passes = ", ".join(f"{part['name']} {part['acceptance_length_pooled']}" for part in entry["passes"])
+        passes = ", ".join(_pass(part) for part in entry["passes"])
         lines.append(f"  - {entry['file']} ({entry['measured_with']}): acceptance length {passes}")
         lines.append(f"    report as measured: sha256 {entry['report_sha256']}")
+        prompts = {str(part.get("task", part["name"])): part.get("prompts_sha256") for part in entry["passes"]}
+        lines += [f"    prompts of {task}: sha256 {digest}" for task, digest in prompts.items() if digest]
     return lines
+
+
+def _pass(part: Mapping[str, Any]) -> str:
+    """A pass and its figure; K where it is recorded."""
+    drafted, temperature = part.get("num_drafted"), part["temperature"]
+    how = f" (temperature {shown(temperature)}" + (f", K={drafted})" if drafted is not None else ")")
+    return f"{part['name']}{how} {part['acceptance_length_pooled']}"
 
 
 def provenance_text(record: Mapping[str, Any], hashes: Mapping[str, str]) -> str:

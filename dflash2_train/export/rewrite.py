@@ -13,13 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash2_train.config import RunConfig, UserError, absolute
-from dflash2_train.export.evaluations import (
-    EvaluationError,
-    add_evaluations,
-    read_report,
-    refuse_other_drafter,
-    summarise,
-)
+from dflash2_train.export.evaluation_passes import EvaluationError
+from dflash2_train.export.evaluations import add_evaluations, read_report, refuse_other_drafter, summarise
 from dflash2_train.export.hf import check_replaceable, replace_folder
 from dflash2_train.export.payload import RECORD
 from dflash2_train.export.record import changed_files, finish_papers, read_record

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash2_train.export.evaluations import EvaluationError, read_report, refuse_other_drafter, summarise
+from dflash2_train.export.evaluations import contradiction
 from dflash2_train.export.payload import MASK, PROVENANCE, RECORD
 from dflash2_train.export.provenance_text import listed_hashes
 from dflash2_train.export.record import SELF, hash_files, read_record, self_hash_holds
@@ -85,18 +85,7 @@ def _evaluations(folder: Path, record: dict[str, Any], found: dict[str, str]) ->
         yield compare(f"{name} as taken over", entry["sha256"], found.get(name))
         if name not in found:
             continue
-        yield compare(f"numbers of {name}", RECORDED, _numbers(folder / name, entry, found))
-
-
-def _numbers(path: Path, entry: dict[str, Any], found: dict[str, str]) -> str:
-    """``RECORDED`` when a report gives the numbers of its entry for these files, else what is wrong with it."""
-    try:
-        report = read_report(path)
-        refuse_other_drafter(report, path, found)
-        summary = summarise(report, path)
-    except EvaluationError as error:
-        return str(error)
-    return RECORDED if all(summary[key] == entry[key] for key in ("protocol", "passes")) else "other numbers"
+        yield compare(f"numbers of {name}", RECORDED, contradiction(folder / name, entry, found) or RECORDED)
 
 
 def _target(record: dict[str, Any], folder: Path) -> Iterator[Check]:

@@ -253,8 +253,8 @@ def import_all() -> None:
 def run(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """Measure one rank."""
     from dflash2_train.config import GuardConfig
-    from dflash2_train.engine import start_ranks, stop_ranks
     from dflash2_train.prefetch import Prefetcher
+    from dflash2_train.ranks import start_ranks, stop_ranks
 
     rank, ranks = start_ranks(GuardConfig())
     import_all()

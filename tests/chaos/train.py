@@ -32,13 +32,14 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from dflash2_train import checkpoint, engine, training_run
+from dflash2_train import checkpoint, training_run
 from dflash2_train.app import EXIT_FAULT, run_guarded
 from dflash2_train.config import RunConfig, load_config, to_plain
 from dflash2_train.exit_codes import EXIT_LOST_RANK, EXIT_STALLED, EXIT_STOPPED
 from dflash2_train.export import formats  # noqa: F401 - imported here once and not in every rank
 from dflash2_train.guard.status import STATUS_FILE
 from dflash2_train.guard.watchdog import STACKS_FILE
+from dflash2_train.ranks import import_deepspeed
 from dflash2_train.run_control import SCHEDULER_END, rank_folder
 from dflash2_train.tracker import read_metrics
 from dflash2_train.train import train
@@ -190,7 +191,7 @@ class Arena:
     def __init__(self, root: Path) -> None:
         self.root = root
         torch.set_num_threads(1)
-        engine._import_deepspeed()
+        import_deepspeed()
         self._base = base_config(root)
         self.straight = self.variant("straight")
         job = Job(self.straight)

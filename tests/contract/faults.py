@@ -14,9 +14,11 @@ from torch import Tensor
 from dflash2_train.config import TargetConfig
 from dflash2_train.export.doctor.target_facts import TargetFacts
 from dflash2_train.export.record import SELF
+from dflash2_train.export.rewrite import rewrite_papers
 from dflash2_train.provenance import sha256_file, sha256_json
 from tests.cases import edit_json
 from tests.families import HIDDEN, VOCAB
+from tests.reports import write_report
 
 Plant = Callable[[Path], object]
 MASK_ID = VOCAB - 1
@@ -143,6 +145,20 @@ def reseal(folder: Path) -> None:
         record["files"][name] = sha256_file(folder / name)
     record[SELF] = sha256_json({key: value for key, value in record.items() if key != SELF})
     (folder / "run.json").write_text(json.dumps(record))
+
+
+def measured(*, equal: bool = True, committed: int | None = None) -> Plant:
+    """Take an evaluation into the card; ``committed`` then changes a count of it in the record, hashes made to fit."""
+
+    def plant(folder: Path) -> None:
+        rewrite_papers(folder, [write_report(folder.parent / "report.json", folder, equal=equal)])
+        if committed is not None:
+            record = json.loads((folder / "run.json").read_text())
+            record["evaluations"][0]["passes"][0]["committed"] = committed
+            (folder / "run.json").write_text(json.dumps(record))
+            reseal(folder)
+
+    return plant
 
 
 @dataclass(kw_only=True)

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dflash2_train.config import GuardConfig, TrainConfig, UserError
-from dflash2_train.engine import AVERAGE, MASTERS, MOMENTS, TrainEngine, start_ranks, stop_ranks
+from dflash2_train.engine import AVERAGE, MASTERS, MOMENTS, TrainEngine
 from dflash2_train.optimizer import parameter_groups
+from dflash2_train.ranks import start_ranks, stop_ranks
 from dflash2_train.schedules import rate_factor
 
 CASES = ((0, "float32"), (1, "float32"), (2, "float32"), (1, "bfloat16"), (2, "bfloat16"))

@@ -114,7 +114,7 @@ def test_an_added_evaluation_is_shown_with_counts_positions_and_limits(folder: P
         "given all before it | 1 | 2 | 3 |\n|---|---|---|---|\n| greedy, 1 in flight | 66.7% | 100.0% | 50.0% |" in card
     )
     assert "Only 2 prompts" in card
-    assert "equal to plain decoding on 2 of 2 prompts" in card
+    assert "equal to plain decoding on 2 of 2 answers" in card
     assert "Nothing has been measured" not in card
     assert "| served by vLLM | not measured |" in card
 
@@ -164,7 +164,10 @@ def test_a_served_run_stands_beside_the_runners_by_task_and_concurrency(folder: 
     card = card_of(folder)
     assert "| served by vLLM | 2.500 (gsm8k, 8 in flight), 2.500 (gsm8k / hard, 32 in flight) |" in card
     assert "### Served by vLLM: vllm 0.32.0, 4x B300" in card
-    assert "| gsm8k | 0 | 8 | 128 | 2.500 (250 / 100 rounds) | 3.000 | 50.0% (150 of 300) | 500.0 |" in card
+    assert (
+        "| gsm8k | 0 | 3 | 8 | 128 | 2.500 (250 / 100 rounds) | 3.000 | 50.0% (150 of 300) | 500.0 | not measured |"
+        in card
+    )
     assert "| gsm8k, 8 in flight | 80.0% | 50.0% | 20.0% |" in card
     assert "| gsm8k, 8 in flight | 80.0% | 62.5% | 40.0% |" in card
     assert "**4 requests failed**" in card

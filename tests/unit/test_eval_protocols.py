@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from functools import cache, reduce
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from dflash2_train.config import ConfigError, EvalConfig, RunConfig
+from dflash2_train.evaluate.tasks import PLACEHOLDER, load_task
 from tests.unit.test_conf import CONF, load
 
 PROTOCOLS = sorted(path.stem for path in (CONF / "eval" / "protocol").glob("*.yaml"))
@@ -62,6 +64,76 @@ def test_the_task_protocols_differ_in_samples_and_concurrency_alone() -> None:
     ]
     assert {part.max_new_tokens for part in (one, eight, many)} == {4096}
     assert "\\boxed{}" in one.tasks[0].prompt and "\n" in one.tasks[0].prompt
+
+
+MATHS = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+# One row of each data set with the columns of its public card, by id, configuration and split; and what is asked of it.
+PUBLIC = {
+    ("openai/gsm8k", "main", "test"): (
+        {"question": "1 + 1?", "answer": "#### 2"},
+        ("0", ["1 + 1?" + MATHS]),
+    ),
+    ("HuggingFaceH4/MATH-500", None, "test"): (
+        {
+            "problem": "$x$?",
+            "solution": "s",
+            "answer": "1",
+            "subject": "Algebra",
+            "level": 2,
+            "unique_id": "test/1.json",
+        },
+        ("test/1.json", ["$x$?" + MATHS]),
+    ),
+    ("openai/openai_humaneval", None, "test"): (
+        {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "", "test": "", "entry_point": "f"},
+        (
+            "HumanEval/0",
+            [
+                "Write a solution to the following problem and make sure that it passes the tests:\n"
+                "```python\ndef f():\n\n```"
+            ],
+        ),
+    ),
+    ("google-research-datasets/mbpp", "sanitized", "test"): (
+        {"source_file": "", "task_id": 2, "prompt": "Sort.", "code": "", "test_imports": [], "test_list": ["a"]},
+        ("2", ["Sort."]),
+    ),
+    ("HuggingFaceH4/mt_bench_prompts", None, "train"): (
+        {"prompt": ["Write.", "Again."], "prompt_id": 7, "category": "writing", "reference": []},
+        ("7", ["Write.", "Again."]),
+    ),
+}
+
+
+def test_the_five_tasks_ask_what_the_public_data_sets_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(path: str, subset: str | None, *, split: str, revision: str | None) -> list[dict[str, Any]]:
+        asked.append((path, subset, split))
+        return [PUBLIC[path, subset, split][0]]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    for place, config in enumerate(protocol("tasks_c1").tasks):
+        (task,) = load_task(config, f"eval.tasks[{place}]", 128)
+        (one,) = task.conversations
+        expected = PUBLIC[asked[-1]][1]
+        assert (one.prompt_id, [one.opening[0]["content"], *one.further_turns]) == expected
+    assert asked == list(PUBLIC)
+
+
+def test_a_note_in_place_of_a_prompt_is_never_measured(tmp_path: Path) -> None:
+    config = deepcopy(protocol("speedbench").tasks[0])
+    config.path = str(tmp_path / "qualitative.jsonl")
+    rows = [
+        {"question_id": "a", "category": "coding", "messages": [{"role": "user", "content": text} for text in turns]}
+        for turns in (["Sort.", "Faster."], ["Sort.", f"{PLACEHOLDER} USING SPECDEC_BENCH"])
+    ]
+    Path(config.path).write_text(json.dumps(rows[0]) + "\n")
+    (task,) = load_task(config, "eval.tasks[0]")
+    assert (task.category, task.conversations[0].further_turns) == ("coding", ["Faster."])
+    Path(config.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match="row 2: holds a note in place of the prompt"):
+        load_task(config, "eval.tasks[0]")
 
 
 def test_the_runner_asks_the_tasks_of_the_server_and_sweeps_the_hold_out() -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from dflash2_train.config import ConfigError, EvalTaskConfig, RunConfig
+from dflash2_train.config import ConfigError, RunConfig
 from dflash2_train.evaluate import cli
 from dflash2_train.evaluate.cell_tables import cell_tables
 from dflash2_train.evaluate.compare import UnlikeRunsError, compare
@@ -20,14 +19,14 @@ from dflash2_train.evaluate.grid import measure
 from dflash2_train.evaluate.grid.plan import PLAIN, Script, load_scripts, units_of
 from dflash2_train.evaluate.plots import draw_runs
 from dflash2_train.evaluate.readers import read_run
+from dflash2_train.evaluate.room import Room
 from dflash2_train.evaluate.runs import Acceptance, Cell, EvalRun, RequestCounts
 from dflash2_train.evaluate.series import series_of
 from dflash2_train.evaluate.server.chat_ids import open_chat
-from dflash2_train.model.drafter import Drafter
-from dflash2_train.model.drafter_config import DrafterShape
 from dflash2_train.runner import loop
 from dflash2_train.runner.verify import Verdict
-from tests.toy_target import BOS, END, TEMPLATE, WORDS, write_tokenizer
+from tests.grid_case import make_grid_case, write_rows
+from tests.toy_target import BOS, END, WORDS, write_tokenizer
 
 USER, ASSISTANT, THINK = WORDS.index("<user>"), WORDS.index("<assistant>"), WORDS.index("<think>")
 TOKENS = 8
@@ -37,49 +36,12 @@ def word(number: int) -> int:
     return WORDS.index(f"w{number}")
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture
 def evaluation(tiny_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """A tiny target with tokenizer, its drafter, a task of one turn and one of two. Reports come without plots."""
     monkeypatch.setattr("dflash2_train.evaluate.plots.draw_runs", lambda runs: None)
     torch.manual_seed(1)
-    config = tiny_config
-    config.target.name = str(tmp_path / "target")
-    llama = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.4,
-    )
-    model = LlamaForCausalLM(llama)
-    model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=[END])
-    model.save_pretrained(config.target.name)
-    write_tokenizer(Path(config.target.name), TEMPLATE)
-    shape = DrafterShape.from_config(config)
-    folder = Path(config.export.output_dir)
-    folder.mkdir()
-    tensors = {name: tensor for name, tensor in Drafter(shape).state_dict().items() if name != "mask_embedding"}
-    save_file(tensors, folder / "model.safetensors")
-    torch.save(torch.ones(32), folder / "mask_embedding.pt")
-    published = shape.to_published("float32", bos_token_id=BOS, eos_token_id=[END], pad_token_id=None)
-    (folder / "config.json").write_text(json.dumps(published))
-    one = [{"id": f"one-{i}", "prompt": f"w{i} w{i + 7}"} for i in range(3)]
-    two = [{"id": f"two-{i}", "turns": [f"w{i + 3}", f"w{i + 20} w{i + 21}"]} for i in range(2)]
-    config.eval.tasks = [
-        EvalTaskConfig(name="one", path=write_rows(tmp_path / "one.jsonl", one)),
-        EvalTaskConfig(name="two", path=write_rows(tmp_path / "two.jsonl", two), turns_column="turns"),
-    ]
-    config.eval.sweep.num_speculative_tokens = [3, 1]
-    config.eval.sweep.temperatures = [0.0, 1.0]
-    return config
+    return make_grid_case(tiny_config, tmp_path)
 
 
 def run_of(config: RunConfig) -> EvalRun:
@@ -157,7 +119,7 @@ def test_an_answer_that_stopped_does_not_end_twice(evaluation: RunConfig, monkey
         settings=lambda drafted, temperature: settings,
         drafted=[1],
         baseline=True,
-        context=100,
+        room=Room(context=100, answer=TOKENS, block=1),
         seed=0,
     )
     measure.answer(grid, script, PLAIN, 0.0)
@@ -343,6 +305,21 @@ def test_tables_and_plots_show_every_k_and_temperature_and_compare_pairs_like_wi
         compare(one, other)
 
 
+def test_a_task_that_was_trained_on_is_refused_before_models_load_and_labelled_where_that_is_allowed(
+    evaluation: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"prompt_id": "p", "split": "train", "messages": [{"role": "user", "content": "w1 w8"}]}
+    plan = Path(evaluation.data.root) / "prompts.jsonl"
+    plan.parent.mkdir(parents=True, exist_ok=True)
+    plan.write_text(json.dumps(row) + "\n")
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="one: one-1 .same user turn"):
+        patch.setattr("dflash2_train.evaluate.grid.run.open_models", lambda *_: pytest.fail("models were loaded"))
+        cli.evaluate(evaluation)
+    evaluation.eval.allow_trained_prompts = True
+    assert cli.evaluate(evaluation) == 0
+    assert any(label.startswith("NOT HELD OUT: 1 of 1") for label in run_of(evaluation).labels)
+
+
 def test_units_follow_the_conversations_and_move_the_first_decoder_on(evaluation: RunConfig) -> None:
     units = units_of(load_scripts(evaluation), [0.0, 1.0])
     assert [unit.key for unit in units[:4]] == ["one#0 at 0", "one#0 at 1", "one#1 at 0", "one#1 at 1"]
@@ -370,3 +347,31 @@ def test_the_means_conditional_rates_and_times_of_a_cell_are_those_worked_out_by
     assert means[6].startswith("2.750 [2.000, 3.500]"), "the mean of 1 + 4/4 and 1 + 5/2"
     assert conditional[3:] == ("83.3", "60.0", "33.3"), "5 of 6, 3 of 5, 1 of 3"
     assert cycle[4:] == ("100.0", "50.0", "80.0", "20.0", "250.0", "10.0", "5.7")
+
+
+def test_the_report_of_a_sweep_names_the_k_that_decodes_fastest_and_what_it_gains() -> None:
+    def measured(drafted: int | None, seconds: float) -> Cell:
+        counts = Acceptance(rounds=50, proposed=50 * (drafted or 0), accepted=50, accepted_per_position=[])
+        return Cell(
+            task="one",
+            method="drafter" if drafted else "autoregressive",
+            num_drafted=drafted,
+            concurrency=1,
+            temperature=0.0,
+            acceptance=counts if drafted else None,
+            requests=RequestCounts(asked=1, answered=1),
+            output_tokens=101,
+            seconds=seconds + 1,
+            seconds_by_part={"prefill": 1.0, "verify": seconds},
+        )
+
+    def note(*cells: Cell) -> str:
+        run = EvalRun(kind="runner", label="runner", protocol={}, cells=list(cells))
+        return cell_tables(series_of([run]))[2].notes[-1]
+
+    plain, short, long = measured(None, 10.0), measured(3, 8.0), measured(7, 16.0)
+    assert note(plain, short, long) == "temperature 0: K=3 decodes fastest here, 12.5 tokens/s, 1.25x plain decoding"
+    assert "plain decodes fastest here, 10.0 tokens/s" in note(plain, measured(3, 20.0), long)
+    other = replace(measured(7, 2.0), task="two")
+    assert "K=7 decodes fastest here, 11.1 tokens/s" in note(plain, measured(3, 9.5), long, other), "over both tasks"
+    assert "fastest" not in note(plain, short), "nothing to choose from"

@@ -94,6 +94,8 @@ def test_the_whole_node_is_dry_run_with_commands_that_all_compose(tree: Path, re
     assert len({config.run_dir for config in configs}) == 1
     assert re.search(r"vllm serve zai-org/GLM-5\.3-Flash --speculative-config .*num_speculative_tokens.*7", printed)
     assert "dflash2-export doctor runs/glm53_flash/export" in printed
+    compared = [line for line in printed.splitlines() if "vllm serve" in line and "--tensor-parallel-size 8" in line]
+    assert ["--no-enable-prefix-caching" in line for line in compared] == [True, True], "the baseline is served alike"
     assert not (tree / "runs").exists()
 
 

@@ -84,7 +84,8 @@ import json, torch
 from pathlib import Path
 from tests.objective_case import make_objective, batch_of
 from dflash2_train.config import GuardConfig, TrainConfig
-from dflash2_train.engine import TrainEngine, start_ranks, stop_ranks
+from dflash2_train.engine import TrainEngine
+from dflash2_train.ranks import start_ranks, stop_ranks
 from dflash2_train.target import FrozenHead
 start_ranks(GuardConfig())
 config, objective, samples = make_objective(Path({str(root)!r}))

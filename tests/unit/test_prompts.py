@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from data_gen.overlap import holdout_hash, split_words, user_turns, word_runs
 from data_gen.prompt_report import RemovedPrompt
 from data_gen.prompts import PromptRecord, find_overlap, load_prompts, make_prompts, prompt_id
 from dflash2_train.config import ConfigError, DataConfig, PromptSourceConfig, SamplingConfig
+from dflash2_train.overlap import holdout_hash, split_words, user_turns, word_runs
 
 STARTER_TRAIN = 1024
 STARTER_HOLDOUT = 64

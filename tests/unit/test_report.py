@@ -17,6 +17,7 @@ from dflash2_train.config import ConfigError, RunConfig, to_plain
 from dflash2_train.evaluate import cli, measure
 from dflash2_train.evaluate.holdout import load_holdout
 from dflash2_train.evaluate.plots import write_acceptance_plot
+from dflash2_train.evaluate.readers import read_run
 from dflash2_train.evaluate.records import DecodeRecord, EqualityRecord, PromptRecord, ResultsFile
 from dflash2_train.evaluate.render import print_report, to_markdown
 from dflash2_train.evaluate.report import EvalReport, build_report
@@ -239,6 +240,41 @@ def test_an_interrupted_evaluation_continues_and_a_finished_one_decodes_nothing(
     assert (Path(evaluation.eval.output_dir) / "acceptance.png").exists()
 
 
+def test_prompts_longer_than_the_context_are_counted_shown_and_in_no_mean(evaluation: RunConfig) -> None:
+    path = Path(evaluation.data.root) / "holdout.jsonl"
+    folder, rows = Path(evaluation.eval.output_dir), path.read_text()
+    assert cli.evaluate(evaluation) == 0
+    before = EvalReport.from_json(json.loads((folder / "report.json").read_text()))
+    room = 128 - evaluation.eval.max_new_tokens - 3  # the target's context, less the answer and one block
+    for length in (room, room + 1, 200):  # the first one just fits
+        rows += json.dumps({"prompt_id": f"of {length}", "prompt_ids": [7] * length}) + "\n"
+    path.write_text(rows)
+    assert cli.evaluate(evaluation) == 0
+    report = EvalReport.from_json(json.loads((folder / "report.json").read_text()))
+    assert (report.greedy.counts.prompts, report.too_long, report.protocol["prompts"]) == (4, 2, 6)
+    assert report.greedy.per_request[:3] == before.greedy.per_request
+    assert [(cell.requests.asked, cell.requests.too_long) for cell in read_run(folder).cells] == 3 * [(4, 2)]
+    for name in ("report.md", "report.html"):
+        assert "2 prompts do not fit the context of 128 tokens" in (folder / name).read_text()
+    path.write_text(rows.splitlines()[-1] + "\n")
+    with pytest.raises(ConfigError, match="none of the 1 prompts of hold-out, the shortest of 200 tokens"):
+        cli.evaluate(evaluation)
+
+
+def test_another_thinking_mode_than_that_of_training_stands_in_every_form_of_the_report(evaluation: RunConfig) -> None:
+    record = {"source": {"training": {"cache": {"enable_thinking": True}}}}
+    (Path(evaluation.export.output_dir) / "run.json").write_text(json.dumps(record))
+    evaluation.data.enable_thinking = False
+    assert cli.evaluate(evaluation) == 0
+    folder, words = (
+        Path(evaluation.eval.output_dir),
+        "Measured with enable_thinking=False, but trained on text with True",
+    )
+    assert f"**{words}.**" in (folder / "report.md").read_text()
+    assert words in (folder / "report.html").read_text()
+    assert read_run(folder).labels == [f"{words}."]
+
+
 def test_ranks_share_the_prompts_and_the_first_reports_them_all(
     evaluation: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +283,7 @@ def test_ranks_share_the_prompts_and_the_first_reports_them_all(
     monkeypatch.setattr(ranks.Ranks, "wait", lambda self: None)
     for rank in (1, 0):  # the last to finish is the first rank
         me = ranks.Ranks(rank=rank, count=2, device=torch.device("cpu"))
-        monkeypatch.setattr(ranks, "open_ranks", lambda me=me: me)
+        monkeypatch.setattr(ranks, "open_ranks", lambda me=me, **_: me)
         assert cli.evaluate(evaluation) == 0
     folder = Path(evaluation.eval.output_dir)
     lines = [len(path.read_text().splitlines()) - 1 for path in sorted(folder.glob("results-*.jsonl"))]

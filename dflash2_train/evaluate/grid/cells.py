@@ -8,6 +8,7 @@ from dflash2_train.evaluate.grid.plan import PLAIN, ScriptedTask, unit_key
 from dflash2_train.evaluate.grid.records import TurnRecord, UnitRecord
 from dflash2_train.evaluate.records import DecodeRecord, EqualityRecord
 from dflash2_train.evaluate.report import count, measure_speed
+from dflash2_train.evaluate.room import Room
 from dflash2_train.evaluate.runs import AUTOREGRESSIVE, Acceptance, Cell, RequestCounts
 
 
@@ -17,11 +18,11 @@ def cells_of(
     *,
     temperatures: Sequence[float],
     decoders: Sequence[int],
-    context: int,
+    room: Room,
 ) -> list[Cell]:
     """All cells, task by task, from the records of every unit by key; a decoder is a K or :data:`PLAIN`."""
     return [
-        build_cell(one, [records[key] for key in _keys(one, temperature)], temperature, drafted, context)
+        build_cell(one, [records[key] for key in _keys(one, temperature)], temperature, drafted, room)
         for one in scripted
         for temperature in temperatures
         for drafted in decoders
@@ -33,7 +34,7 @@ def _keys(scripted: ScriptedTask, temperature: float) -> list[str]:
 
 
 def build_cell(
-    scripted: ScriptedTask, records: Sequence[UnitRecord], temperature: float, drafted: int, context: int
+    scripted: ScriptedTask, records: Sequence[UnitRecord], temperature: float, drafted: int, room: Room
 ) -> Cell:
     """One cell. Turns that did not fit the context are counted, and are in no mean."""
     answered: list[tuple[int, TurnRecord, DecodeRecord]] = []
@@ -43,11 +44,7 @@ def build_cell(
     decoded = [one for _, _, one in answered]
     speed = measure_speed(decoded)
     counts = count(decoded, drafted)
-    labels = []
-    if too_long:
-        labels.append(
-            f"{too_long} prompts do not fit the context of {context} tokens with their answer and were not decoded"
-        )
+    labels = room.labels(too_long)
     if temperature == 0 and drafted != PLAIN:
         labels += _departures([turn.equality for _, turn, _ in answered if turn.equality is not None])
     return Cell(

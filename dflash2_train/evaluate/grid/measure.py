@@ -18,6 +18,7 @@ from dflash2_train.evaluate.grid.plan import PLAIN, Script, Unit
 from dflash2_train.evaluate.grid.records import TurnRecord, UnitRecord
 from dflash2_train.evaluate.measure import WARM_UP_TOKENS, check_equality, prompt_seed, to_record
 from dflash2_train.evaluate.records import RecordsFile
+from dflash2_train.evaluate.room import Room
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.progress import ProgressReporter
 from dflash2_train.runner import DecodeSettings, GenerationResult, generate, plain_decode
@@ -34,17 +35,13 @@ class Grid:
     settings: Callable[[int, float], DecodeSettings]  # of a K and a temperature
     drafted: Sequence[int]  # every K
     baseline: bool
-    context: int  # tokens that prompt, answer and one block may have together
+    room: Room
     seed: int
 
     @property
     def decoders(self) -> list[int]:
         """Every K, and before them plain decoding where it is wanted."""
         return [PLAIN, *self.drafted] if self.baseline else list(self.drafted)
-
-    def fits(self, num_prompt_tokens: int, max_new_tokens: int) -> bool:
-        """Whether a prompt can be answered by every decoder: all cells then rest on the same prompts."""
-        return num_prompt_tokens + max_new_tokens + max(self.drafted) <= self.context
 
     def decode(self, prompt_ids: list[int], drafted: int, settings: DecodeSettings, seed: int) -> GenerationResult:
         """One answer."""
@@ -74,7 +71,7 @@ def warm_up(grid: Grid, units: Sequence[Unit]) -> None:
     """A few tokens with every decoder at every temperature, so that first-use costs fall outside the measurement."""
     first: dict[float, Unit] = {}
     for unit in units:
-        if grid.fits(len(unit.script.prompt_ids), WARM_UP_TOKENS):
+        if grid.room.fits(len(unit.script.prompt_ids)):
             first.setdefault(unit.temperature, unit)
     for temperature, unit in first.items():
         for drafted in grid.decoders:
@@ -118,7 +115,7 @@ def answer(grid: Grid, script: Script, drafted: int, temperature: float) -> list
     settings = grid.settings(drafted, temperature)
     prompt_ids, answers = list(script.prompt_ids), list[Answer]()
     for turn in range(script.num_turns):
-        if not grid.fits(len(prompt_ids), settings.max_new_tokens):
+        if not grid.room.fits(len(prompt_ids)):
             answers.append(Answer(prompt_ids=prompt_ids, result=None))
             break
         seed = prompt_seed(grid.seed, f"{script.prompt_id}:{turn}")

@@ -13,16 +13,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dflash2_train.config import ConfigError, RunConfig, absolute, to_plain
+from dflash2_train.config import RunConfig, absolute, to_plain
 from dflash2_train.evaluate.grid.cells import cells_of, equality_checks
 from dflash2_train.evaluate.grid.measure import Grid, measure_units
-from dflash2_train.evaluate.grid.plan import PLAIN, ScriptedTask, Unit, describe_grid, load_scripts, units_of
+from dflash2_train.evaluate.grid.plan import (
+    PLAIN,
+    ScriptedTask,
+    Unit,
+    describe_grid,
+    draft_lengths,
+    load_scripts,
+    units_of,
+)
 from dflash2_train.evaluate.grid.records import UnitRecord
 from dflash2_train.evaluate.measure import WARM_UP_TOKENS
 from dflash2_train.evaluate.ranks import Ranks, open_ranks
 from dflash2_train.evaluate.records import RecordsFile
 from dflash2_train.evaluate.render import lines_of_equality
 from dflash2_train.evaluate.report import EqualityReport, judge_checks
+from dflash2_train.evaluate.room import Room, open_room
 from dflash2_train.evaluate.runs import RUNNER, EvalRun, runner_hardware
 from dflash2_train.evaluate.subject import (
     decode_settings,
@@ -30,10 +39,10 @@ from dflash2_train.evaluate.subject import (
     drafter_folder,
     drafter_record,
     open_models,
-    published_shape,
 )
+from dflash2_train.evaluate.trained_on import check_tasks
+from dflash2_train.export.evaluations import thinking_notes
 from dflash2_train.provenance import atomic_write_json, run_record
-from dflash2_train.target import open_target_config
 
 logger = logging.getLogger(__name__)
 REPORT_NAME = "report.json"
@@ -47,28 +56,27 @@ def measure_grid(config: RunConfig) -> tuple[EvalRun, EqualityReport | None] | N
     """
     folder = drafter_folder(config)
     models = describe_models(config, folder)
-    context = min(published_shape(folder).max_position_embeddings, _target_context(config))
+    room = open_room(config, folder, max(draft_lengths(config, models["block_size"])))
     scripted = load_scripts(config)
-    protocol = describe_grid(config, models, scripted, context)
-    _check_lengths(scripted, protocol)
-    ranks = open_ranks()
-    if config.eval.spread_target and ranks.count > 1:
-        raise ConfigError(
-            f"eval.spread_target=true: {ranks.count} processes would each spread a target over the same GPUs. "
-            "Start one process."
-        )
+    overlap = check_tasks(config, [one.task for one in scripted])
+    protocol = describe_grid(config, models, scripted, room.context)
+    for one in scripted:
+        room.check(one.name, [len(script.prompt_ids) for script in one.scripts])
+    ranks = open_ranks(spread_target=config.eval.spread_target)
     output_dir = runner_folder(config)
     results = RecordsFile(output_dir, protocol, UnitRecord.from_json, stem="answers", rank=ranks.rank)
     units = units_of(scripted, protocol["temperatures"])
     mine = ranks.share(units)
     ranks.wait()  # all have read before anyone appends
     if any(unit.key not in results.records for unit in mine):
-        _measure(config, folder, protocol, mine, results, ranks)
+        _measure(config, folder, protocol, room, mine, results, ranks)
     ranks.wait()
     if not ranks.is_first:
         return None
     results.reload()
-    run, equality = build_run(config, folder, protocol, scripted, [results.records[unit.key] for unit in units])
+    records = [results.records[unit.key] for unit in units]
+    run, equality = build_run(config, folder, protocol, room, scripted, records)
+    run.labels.extend([*overlap, *thinking_notes(run.run["drafter"], config.data.enable_thinking)])
     value = {**run.to_json(), "equality": asdict(equality) if equality else None}
     atomic_write_json(output_dir / REPORT_NAME, value)
     return run, equality
@@ -79,34 +87,11 @@ def runner_folder(config: RunConfig) -> Path:
     return absolute(config.eval.output_dir) / "runner"
 
 
-def _target_context(config: RunConfig) -> int:
-    return open_target_config(config.target).max_position_embeddings
-
-
-def _check_lengths(scripted: Sequence[ScriptedTask], protocol: dict[str, Any]) -> None:
-    """Say how many prompts are too long before anything is loaded.
-
-    Raises:
-        ConfigError: none of a task's prompts fits.
-    """
-    room = protocol["context"] - protocol["max_new_tokens"] - max(protocol["draft_lengths"])
-    for one in scripted:
-        lengths = [len(script.prompt_ids) for script in one.scripts]
-        too_long = sum(length > room for length in lengths)
-        if too_long == len(lengths):
-            raise ConfigError(
-                f"eval.max_new_tokens={protocol['max_new_tokens']}: none of the {too_long} prompts of {one.name}, the "
-                f"shortest of {min(lengths)} tokens, fits the context of {protocol['context']} tokens with its answer "
-                "and one block. Lower it, or take shorter prompts."
-            )
-        if too_long:
-            logger.warning("%s: %d of %d prompts are too long, counted apart", one.name, too_long, len(lengths))
-
-
 def _measure(
     config: RunConfig,
     folder: Path,
     protocol: dict[str, Any],
+    room: Room,
     units: Sequence[Unit],
     results: RecordsFile[UnitRecord],
     ranks: Ranks,
@@ -123,7 +108,7 @@ def _measure(
         ),
         drafted=protocol["draft_lengths"],
         baseline=config.eval.baseline,
-        context=protocol["context"],
+        room=room,
         seed=config.eval.seed,
     )
     with packed_linears(target_model, drafter) if protocol["packed_weights"] else nullcontext():
@@ -134,6 +119,7 @@ def build_run(
     config: RunConfig,
     folder: Path,
     protocol: dict[str, Any],
+    room: Room,
     scripted: Sequence[ScriptedTask],
     records: Sequence[UnitRecord],
 ) -> tuple[EvalRun, EqualityReport | None]:
@@ -144,7 +130,7 @@ def build_run(
         {record.key: record for record in records},
         temperatures=protocol["temperatures"],
         decoders=[PLAIN, *drafted] if config.eval.baseline else drafted,
-        context=protocol["context"],
+        room=room,
     )
     equality = judge_checks(equality_checks(records), config.eval.dtype)
     record = run_record(to_plain(config))

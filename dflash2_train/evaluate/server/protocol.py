@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from dflash2_train.config import RunConfig, absolute
 from dflash2_train.evaluate.server.connection import ServerError
 from dflash2_train.evaluate.server.messages import ServerFacts
+from dflash2_train.evaluate.subject import drafter_record
+from dflash2_train.export.evaluations import thinking_notes
 from dflash2_train.provenance import sha256_file
 
 DRAFTER_WEIGHTS = "model.safetensors"
@@ -80,12 +83,16 @@ def describe(config: RunConfig, facts: ServerFacts) -> dict[str, Any]:
     }
 
 
+def _declared_folder(config: RunConfig) -> Path:
+    """The export that the server was started with, as far as the experiment knows."""
+    return absolute(config.eval.drafter or config.export.output_dir)
+
+
 def _declared_drafter(config: RunConfig) -> str | None:
     """Hash of the weights that the experiment exported; servers do not tell what they loaded."""
     if config.eval.server.method != "drafter":
         return None
-    folder = absolute(config.eval.drafter or config.export.output_dir)
-    weights = folder / DRAFTER_WEIGHTS
+    weights = _declared_folder(config) / DRAFTER_WEIGHTS
     return sha256_file(weights) if weights.is_file() else None
 
 
@@ -98,4 +105,6 @@ def run_labels(config: RunConfig, facts: ServerFacts) -> list[str]:
         trained = config.drafter.num_drafted
         if facts.num_drafted is not None and facts.num_drafted < trained:
             labels.append(f"K={facts.num_drafted}; the drafter was trained for {trained}")
+    if config.eval.server.method == "drafter":
+        labels += thinking_notes(drafter_record(_declared_folder(config)), config.data.enable_thinking)
     return labels

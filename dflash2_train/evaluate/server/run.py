@@ -24,6 +24,7 @@ from dflash2_train.evaluate.server.store import REPORT_NAME, Store, check_folder
 from dflash2_train.evaluate.server.vllm_api import VllmApi
 from dflash2_train.evaluate.server.workload import Render, Workload
 from dflash2_train.evaluate.tasks import Task, load_tasks
+from dflash2_train.evaluate.trained_on import check_tasks
 from dflash2_train.progress import ProgressReporter
 from dflash2_train.provenance import atomic_write_json, run_record
 
@@ -41,10 +42,12 @@ def measure_server(config: RunConfig) -> EvalRun:
     """
     folder = run_folder(config)
     tasks = load_tasks(config)
+    overlap = check_tasks(config, tasks)
     render = _renderer(config, tasks)
     if config.eval.server.template == "client":
         tasks = [rendered(task, render) for task in tasks]
     run = asyncio.run(_measure(config, tasks, render, folder))
+    run.labels.extend(overlap)
     atomic_write_json(folder / REPORT_NAME, run.to_json())
     return run
 

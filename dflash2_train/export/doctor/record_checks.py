@@ -9,6 +9,7 @@ from typing import Any
 
 from dflash2_train.export.doctor.findings import READERS, WARNING
 from dflash2_train.export.doctor.opened import DRAFTER_CHECKS, OpenedDrafter
+from dflash2_train.export.evaluations import contradiction
 from dflash2_train.export.payload import PROVENANCE, PULLED, RECORD, TOOL, read_json
 from dflash2_train.export.provenance_text import listed_hashes
 from dflash2_train.export.record import self_hash_holds
@@ -179,3 +180,45 @@ def _config(drafter: OpenedDrafter) -> Iterator[str]:
         stated = drafter.either(published)
         if key in trained and stated != trained[key]:
             yield f"{published}={stated!r}, trained with drafter.{key}={trained[key]!r}"
+
+
+def _evaluations(drafter: OpenedDrafter) -> list[dict[str, Any]]:
+    """The measurements that ``run.json`` lists and the folder holds a report of."""
+    found = (drafter.record or {}).get("evaluations")
+    if drafter.folder is None or not isinstance(found, list):
+        return []
+    present = _present(drafter.folder)
+    return [entry for entry in found if isinstance(entry, dict) and entry.get("file") in present]
+
+
+@check(
+    "evaluation-numbers",
+    group="record",
+    rule=f"evaluations measured these files, and {RECORD} and the card give their reports' numbers",
+    servers=(),
+    next_step="Export again, and add the report with dflash2-export card FOLDER --evaluation REPORT",
+)
+def _numbers(drafter: OpenedDrafter) -> Iterator[str]:
+    for entry in _evaluations(drafter):
+        assert drafter.folder is not None  # no entries without one
+        wrong = contradiction(drafter.folder / entry["file"], entry, _listed(drafter))
+        if wrong is not None:
+            yield f"{entry['file']}: {wrong.split('. ')[0]}"
+
+
+@check(
+    "evaluation-lossless",
+    group="record",
+    severity=WARNING,
+    rule="greedy output with drafts is the target's own",
+    servers=(),
+    next_step="Measure again in float32; if it fails there too, do not serve before the cause is known",
+)
+def _lossless(drafter: OpenedDrafter) -> Iterator[str]:
+    for entry in _evaluations(drafter):
+        equality = entry.get("equality")
+        if isinstance(equality, dict) and equality.get("failures"):
+            yield (
+                f"{entry['file']}: {equality['failures']} of {equality.get('prompts_checked')} answers were not the "
+                "target's own"
+            )

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from dflash2_train.provenance import sha256_json
 
 RUN_WORDS = 8  # length of the word runs that are compared
 MAX_SHARED_RUNS = 0.3  # share of a prompt's runs above which it counts as a copy
+WORDING_SHARE = 0.2  # share of a task's prompts above which what they share is wording around them
 
 # Rules by which a prompt overlaps; they are keys of the report.
 SAME_TURN = "same user turn"
@@ -60,11 +62,22 @@ def duplicate_key(messages: list[Message], tools: list[dict[str, Any]] | None = 
     return bytes.fromhex(sha256_json([folded, tools] if tools else folded))
 
 
+def shared_wording(prompts: Sequence[list[Message]]) -> frozenset[Words]:
+    """The 8-word runs that stand in two prompts and in a fifth of them: wording that a task puts around each prompt."""
+    found = Counter(
+        run for messages in prompts for run in {one for turn in user_turns(messages) for one in word_runs(turn)}
+    )
+    return frozenset(run for run, number in found.items() if number >= 2 and number > WORDING_SHARE * len(prompts))
+
+
 class OverlapIndex:
     """Whole user turns and 8-word runs of the hold-out, each with the id of a prompt that has it."""
 
-    def __init__(self, holdout: Iterable[tuple[str, list[Message]]]) -> None:
-        """Args: holdout: (prompt id, messages) of every hold-out prompt."""
+    def __init__(
+        self, holdout: Iterable[tuple[str, list[Message]]], *, ignored: frozenset[Words] = frozenset()
+    ) -> None:
+        """Args: holdout: (prompt id, messages) of every hold-out prompt; ignored: 8-word runs that say nothing."""
+        self._ignored = ignored
         self._turns: dict[Words, str] = {}
         self._runs: dict[Words, str] = {}
         self._starts: dict[Words, set[Words]] = {}  # first run of a turn -> turns that begin so
@@ -72,7 +85,8 @@ class OverlapIndex:
             for words in user_turns(messages):
                 self._turns.setdefault(words, prompt_id)
                 for run in word_runs(words):
-                    self._runs.setdefault(run, prompt_id)
+                    if run not in ignored:
+                        self._runs.setdefault(run, prompt_id)
                 if len(words) >= RUN_WORDS:
                     self._starts.setdefault(words[:RUN_WORDS], set()).add(words)
 
@@ -82,7 +96,7 @@ class OverlapIndex:
         for words in turns:
             if words in self._turns:
                 return SAME_TURN, self._turns[words]
-        runs = [run for words in turns for run in word_runs(words)]
+        runs = [run for words in turns for run in word_runs(words) if run not in self._ignored]
         shared = [run for run in runs if run in self._runs]
         if not shared:
             return None

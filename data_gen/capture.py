@@ -1,6 +1,7 @@
 """Stage ``capture``: the target's tap states and next-token distribution for every conversation, into the cache.
 
-Capture shard i holds the kept rows of conversation shard i, in their order. How rows become samples, and what is
+Capture shard i holds the kept rows of conversation shard i, in their order, and job j of n (``data.num_shards``) makes
+those whose number is j modulo n. How rows become samples, and what is
 checked on the way, stands in ``data_gen.capture_rows``. A row that failed twice is listed in ``capture/failures.jsonl``
 with the reason and left out of its shard; more of them than ``data.max_failed_share`` end the stage. A shard that is
 there is done, and must hold every kept row that is not listed. To try listed rows again, remove their shard.
@@ -30,8 +31,10 @@ from data_gen.cache.format import (
     CaptureManifest,
     shard_name,
 )
+from data_gen.cache.jobs import Job, alone_in
 from data_gen.cache.writer import CaptureWriter
 from data_gen.capture_rows import ROW_COLUMNS, CaptureTally, RowFailure, capture_rows, check_backend
+from data_gen.prepare import job_of
 from data_gen.regenerate import OpenProgress, StageProgress, need_space
 from dflash2_train.config import RunConfig, absolute
 from dflash2_train.provenance import (
@@ -120,10 +123,16 @@ def capture_content(config: RunConfig, conversations: dict[str, Any]) -> dict[st
 
 
 class FailedRows:
-    """Rows that failed for good, in ``capture/failures.jsonl``: one JSON object a line."""
+    """Rows that failed for good, in ``capture/failures.jsonl``: one JSON object a line.
+
+    Jobs share the file: each reads it anew before it changes it, one at a time.
+    """
 
     def __init__(self, root: Path) -> None:
         self._path = root / FAILURES_FILE
+        self.rows = self._read()
+
+    def _read(self) -> dict[str, RowFailure]:
         text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
         try:
             found = [RowFailure(**json.loads(line)) for line in text.splitlines()]
@@ -131,21 +140,23 @@ class FailedRows:
             raise CacheIntegrityError(
                 f"{self._path}: not a list of failed rows ({error}). Remove it; the rows it named are captured again."
             ) from error
-        self.rows = {failure.row_id: failure for failure in found}
+        return {failure.row_id: failure for failure in found}
 
     def __contains__(self, row_id: str) -> bool:
         return row_id in self.rows
 
     def add(self, failure: RowFailure) -> None:
         """List a row, on the disk before this returns."""
-        self.rows[failure.row_id] = failure
-        self._write()
+        with alone_in(self._path.parent):
+            self.rows = {**self._read(), failure.row_id: failure}
+            self._write()
 
     def forget(self, row_ids: set[str]) -> None:
         """Take rows off the list that are about to be tried again."""
         if self.rows.keys() & row_ids:
-            self.rows = {name: failure for name, failure in self.rows.items() if name not in row_ids}
-            self._write()
+            with alone_in(self._path.parent):
+                self.rows = {name: failure for name, failure in self._read().items() if name not in row_ids}
+                self._write()
 
     def check(self, share: float, total: int) -> None:
         """End the stage if too many of ``total`` rows failed.
@@ -170,13 +181,13 @@ class FailedRows:
 class _Plan:
     """What is left to capture."""
 
-    shards: list[int]
-    rows: int  # kept rows of all shards, captured or not
+    shards: list[int]  # of this job
+    rows: int  # kept rows of all shards, captured or not, whichever job they fall to
     tokens: int  # of the shards that are left
 
 
 def capture(config: RunConfig, folder: Path, open_progress: OpenProgress) -> CaptureTotals:
-    """Capture every conversation shard that has no sound capture shard; starts no engine if there is none.
+    """Capture every conversation shard of this job that has no sound capture shard; starts no engine if there is none.
 
     Args:
         config: the experiment.
@@ -192,7 +203,7 @@ def capture(config: RunConfig, folder: Path, open_progress: OpenProgress) -> Cap
     store = ConversationStore(root)
     writer = CaptureWriter(root / CAPTURE, CaptureManifest(content=capture_content(config, store.content())))
     failures = FailedRows(root / CAPTURE)
-    plan = _plan(store, writer, failures)
+    plan = _plan(store, writer, failures, job_of(config.data))
     totals = CaptureTotals(skipped_shards=len(writer.existing_shards()))
     failures.check(config.data.max_failed_share, plan.rows)
     if plan.shards:
@@ -213,18 +224,21 @@ def _kept(store: ConversationStore, index: int, columns: Sequence[str] = ROW_COL
     return [row for row in store.read(index, [*columns, "dropped"]) if not row["dropped"]]
 
 
-def _plan(store: ConversationStore, writer: CaptureWriter, failures: FailedRows) -> _Plan:
-    """Shards that are not there. Reads one conversation shard at a time.
+def _plan(store: ConversationStore, writer: CaptureWriter, failures: FailedRows, job: Job) -> _Plan:
+    """Shards of ``job`` that are not there. Reads one conversation shard at a time.
 
     Raises:
-        CacheIntegrityError: a shard that is there lacks a kept row that is not listed as failed.
+        CacheIntegrityError: a shard of it that is there lacks a kept row that is not listed as failed.
     """
     plan = _Plan(shards=[], rows=0, tokens=0)
     present = writer.existing_shards()
     for index in store.shards():
-        rows = _kept(store, index, ["row_id"] if index in present else ROW_COLUMNS)
+        mine = job.owns_shard(index)
+        rows = _kept(store, index, ROW_COLUMNS if mine and index not in present else ["row_id"])
         plan.rows += len(rows)
         names = {row["row_id"] for row in rows}
+        if not mine:
+            continue
         if index in present:
             missing = [name for name in sorted(names - set(writer.sample_ids(index))) if name not in failures]
             if missing:

@@ -12,13 +12,12 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
-
-import numpy as np
 
 from data_gen.backends import open_generator
 from data_gen.backends.base import GenerateBackend
@@ -27,6 +26,7 @@ from data_gen.cache.format import CacheIntegrityError
 from data_gen.cache.jobs import Job, alone_in, hold_job, key64
 from data_gen.ledger import FAILED, LEDGER_FILES, SKIPPED, Ledger
 from data_gen.prepare import PreparedPrompts, job_of, write_holdout
+from data_gen.turns import row_id, turn_points
 from data_gen.workload import WorkList, Workload
 from dflash2_train.config import ConfigError, RunConfig, absolute
 
@@ -49,7 +49,7 @@ OpenProgress = Callable[[str, int, int], Any]  # title, total, done before -> co
 class ConversationTotals:
     """Counts over every row on disk, of all jobs, and what this run did."""
 
-    prompts: int = 0
+    prompts: int = 0  # whose first turn is answered
     completions: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -62,15 +62,6 @@ class ConversationTotals:
     new_tokens: int = 0
     seconds: float = 0.0  # of this run, engine start left out
     start_seconds: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredRows:
-    """What is on disk."""
-
-    rows: KeySet  # row ids
-    prompts: KeySet  # prompt ids, once each
-    repeats: int  # highest repeat + 1
 
 
 def need_space(folder: Path, wanted: int) -> None:
@@ -87,48 +78,62 @@ def need_space(folder: Path, wanted: int) -> None:
         )
 
 
-def read_stored(store: ConversationStore, totals: ConversationTotals) -> StoredRows:
-    """Names of all rows on disk; adds the rows up in ``totals``.
+def read_stored(store: ConversationStore, totals: ConversationTotals) -> KeySet:
+    """Ids of all rows on disk; adds the rows up in ``totals``.
 
     Raises:
         CacheIntegrityError: a damaged shard, or a row that is there twice.
     """
-    rows, prompts = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
-    repeats = 0
+    keys = array("Q")
     for facts in store.facts():
-        rows.append(np.fromiter(map(key64, facts.row_id), np.uint64))
-        prompts.append(np.unique(np.fromiter(map(key64, facts.prompt_id), np.uint64)))
-        repeats = max(repeats, 1 + max(facts.repeat, default=-1))
+        keys.extend(map(key64, facts.row_id))
+        totals.prompts += list(zip(facts.repeat, facts.turn, strict=True)).count((0, 0))
         totals.completions += len(facts.row_id)
         totals.prompt_tokens += sum(facts.num_prompt_tokens)
         totals.completion_tokens += sum(facts.num_completion_tokens)
         totals.cut += facts.finish_reason.count("length")
         totals.dropped.update(reason for reason in facts.dropped if reason)
-    stored = StoredRows(
-        rows=KeySet(np.concatenate(rows)), prompts=KeySet(np.unique(np.concatenate(prompts))), repeats=repeats
-    )
-    totals.prompts = len(stored.prompts)
-    if stored.rows.repeated():
+    stored = KeySet(keys)
+    if stored.repeated():
         raise CacheIntegrityError(
-            f"{store.folder}: {stored.rows.repeated()} answers are stored twice, so shards were copied or two "
+            f"{store.folder}: {stored.repeated()} answers are stored twice, so shards were copied or two "
             "processes wrote here without a common file system lock. Remove the copies, or use another data.root."
         )
     return stored
 
 
-def refuse_foreign(stored: StoredRows, prepared: PreparedPrompts, repeats: int) -> None:
-    """Refuse answers that no configured prompt asks for.
+def refuse_foreign(stored: KeySet, prepared: PreparedPrompts, repeats: int, turns: str) -> None:
+    """Refuse answers that no configured prompt asks for, whichever job it falls to.
 
     Raises:
         ConfigError: there are some.
     """
-    wanted = np.fromiter((key64(record.prompt_id) for record in prepared.plan.train), np.uint64)
-    foreign = len(np.setdiff1d(stored.prompts.keys, wanted))
-    if foreign or stored.repeats > repeats:
+    foreign = stored.count_outside(
+        row_id(record.prompt_id, repeat, turn)
+        for record in prepared.plan.train
+        for turn in range(len(turn_points(record.messages, turns)))
+        for repeat in range(repeats)
+    )
+    if foreign:
         raise ConfigError(
-            f"data.train_prompts: answers on disk of {foreign} prompts, and of {stored.repeats} repeats, belong to no "
-            "configured prompt. Set the sources and data.sampling.repeats back, or choose another data.root."
+            f"data.train_prompts: {foreign} answers on disk belong to no configured prompt, or to more repeats of it "
+            f"than data.sampling.repeats={repeats}. Set the sources and the repeats back, or choose another data.root."
         )
+
+
+def list_work(config: RunConfig, prepared: PreparedPrompts, store: ConversationStore, ledger: Ledger) -> WorkList:
+    """What this job has still to answer; with ``data.retry_failed`` also what was given up.
+
+    Raises:
+        CacheIntegrityError: see :func:`read_stored`.
+        ConfigError: see :func:`refuse_foreign`.
+    """
+    stored = read_stored(store, ConversationTotals())
+    repeats, turns = config.data.sampling.repeats, config.data.turns
+    refuse_foreign(stored, prepared, repeats, turns)
+    if config.data.retry_failed:
+        logger.info("%d answers that were given up are tried again", ledger.reopen_dead())
+    return WorkList(prepared.train, repeats, turns, stored, ledger)
 
 
 def regenerate(config: RunConfig, prepared: PreparedPrompts, open_progress: OpenProgress) -> ConversationTotals:
@@ -148,14 +153,10 @@ def regenerate(config: RunConfig, prepared: PreparedPrompts, open_progress: Open
         store.open(prepared.content, job)
         with alone_in(store.folder):  # every job of an array has the same one to write
             write_holdout(root, prepared.holdout)
-        stored = read_stored(store, ConversationTotals())
-        refuse_foreign(stored, prepared, config.data.sampling.repeats)
         totals = ConversationTotals()
         with Ledger(store.folder, job, config.data.max_attempts) as ledger:
-            if config.data.retry_failed:
-                logger.info("%d answers that were given up are tried again", ledger.reopen_dead())
-            work = WorkList(prepared.train, config.data.sampling.repeats, config.data.turns, stored.rows, ledger)
-            if work.numbers:
+            work = list_work(config, prepared, store, ledger)
+            if work.turns_left:
                 need_space(root, work.turns_left * BYTES_A_ROW)
                 _answer(config, prepared, work, store, ledger, job, open_progress, totals)
             return _add_up(store, ledger, totals)
@@ -172,6 +173,8 @@ def _answer(
     totals: ConversationTotals,
 ) -> None:
     """Start the engine and take its answers in."""
+    import datasets  # noqa: F401 - loaded now: at the first shard it would hold the engine up for half a second
+
     data = config.data
     workload = Workload(
         prepared,
@@ -222,7 +225,7 @@ def drive(
 def _add_up(store: ConversationStore, ledger: Ledger, totals: ConversationTotals) -> ConversationTotals:
     """Count every row on disk and everything that the ledger knows."""
     stored = read_stored(store, totals)
-    missing = [entry for entry in ledger.entries(FAILED) if entry.row_id not in stored.rows]
+    missing = [entry for entry in ledger.entries(FAILED) if entry.row_id not in stored]
     totals.failed = Counter(entry.reason for entry in missing)
     totals.dead = sum(ledger.is_dead(entry.row_id) for entry in missing)
     totals.skipped = Counter(entry.reason for entry in ledger.entries(SKIPPED))

@@ -8,7 +8,7 @@ the rows of shards that they keep open; their number follows the engine's size, 
 
 from __future__ import annotations
 
-from array import array
+import itertools
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -65,18 +65,22 @@ class _Active:
 
 
 class WorkList:
-    """Numbers of the conversations that still want an answer; 8 bytes each.
+    """Which conversations still want an answer; a byte each, wanted or not.
 
     Conversation ``repeat * len(records) + position`` is the given repeat of the record at that position.
     """
 
     def __init__(self, records: Sequence[PromptRecord], repeats: int, turns: str, done: KeySet, ledger: Ledger) -> None:
         self._records, self._turns = records, turns
-        self.numbers = array("Q")
+        self._open = bytearray(len(records) * repeats)
         self.turns_left = self.turns_done = 0
         self.begun: set[str] = set()  # row ids of the answered turns of conversations that want more
-        for number in range(len(records) * repeats):
+        for number in range(len(self._open)):
             self._sort_in(number, done, ledger)
+
+    def numbers(self) -> Iterator[int]:
+        """Numbers of the wanted conversations, ascending."""
+        return itertools.compress(itertools.count(), self._open)
 
     def dialogue(self, number: int) -> Dialogue:
         """The conversation of that number, nothing answered."""
@@ -92,7 +96,7 @@ class WorkList:
         ended = answered == len(names) or ledger.is_skipped(names[answered]) or ledger.is_dead(names[answered])
         self.turns_done += len(names) if ended else answered
         if not ended:
-            self.numbers.append(number)
+            self._open[number] = True
             self.turns_left += len(names) - answered
             self.begun.update(names[:answered])
 
@@ -134,9 +138,8 @@ class Workload:
 
     def _open_shards(self, numbers: Iterator[int], size: int) -> Iterator[_Active]:
         """Every wanted conversation in order, each with its shard."""
-        wanted = self._work.numbers
-        for begin in range(0, len(wanted), size):
-            places = wanted[begin : begin + size]
+        wanted = self._work.numbers()
+        while places := list(itertools.islice(wanted, size)):
             shard = _Shard(index=next(numbers), waiting=len(places))
             self._open[shard.index] = shard
             for place in places:

@@ -26,7 +26,7 @@ from torch import Tensor
 from data_gen.backends.folder import EMBEDDING_NAMES, HEAD_NAMES, NORM_NAMES, load_first_tensor, model_config
 from dflash2_train.config import ConfigError
 
-CHUNK_ROWS = 128  # rows of logits alive at once
+CHUNK_ROWS = 256  # rows of logits alive at once; products of fewer rows take longer a row
 MULTIPLIER_KEYS = ("logit_scale", "lm_head_multiplier")  # Cohere, Falcon-H1
 DIVISOR_KEYS = ("logits_scaling",)  # Granite
 CAP_KEY = "final_logit_softcapping"  # Gemma
@@ -139,8 +139,11 @@ def top_rows(logits: Tensor, top_k: int, probabilities: Tensor | None = None) ->
     """Top k and normaliser of logits [n, V]; ``probabilities`` is an optional float32 buffer of the same shape.
 
     The normaliser follows from the largest logit and its probability, which spares a second sweep for log-sum-exp.
+    Logits are widened into the buffer and overwritten there: ``softmax(dtype=...)`` would widen them into fresh memory,
+    and on a CPU touching that takes longer than the softmax.
     """
-    spread = torch.softmax(logits, dim=-1, dtype=torch.float32, out=probabilities)  # [n, V]
+    spread = torch.empty_like(logits, dtype=torch.float32) if probabilities is None else probabilities  # [n, V]
+    torch.softmax(spread.copy_(logits), dim=-1, out=spread)
     values, ids = spread.topk(top_k, dim=-1)  # [n, k], descending
     logprobs = values.log()
     highest = logits.gather(1, ids[:, :1])[:, 0].float()  # [n]

@@ -15,6 +15,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about f
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import torch
+from torch import Tensor
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
@@ -39,7 +41,7 @@ from data_gen.backends.base import (
     SamplingSettings,
     TakeRequest,
 )
-from data_gen.backends.head import TeacherHead, place_rows
+from data_gen.backends.head import CHUNK_ROWS, TeacherHead, place_rows
 from data_gen.backends.state_files import take_states
 from data_gen.backends.vllm_connector import SCRATCH_KEY, STATES_FILE
 from data_gen.backends.vllm_sampling import NUCLEUS_KEY
@@ -50,6 +52,7 @@ logger = logging.getLogger(__name__)
 CPU_BATCH_TOKENS = 2048  # tokens of a prefill step on a CPU; more gains nothing there
 QUEUED_PER_SEQUENCE = 4  # requests handed to the engine for each that it may run: full at every step, bounded memory
 MAX_STEPS_WITHOUT_STATES = 64  # engine steps after which states that never come are an error
+HELD_ROWS = 4 * CHUNK_ROWS  # teacher rows that finished requests are held for, so that most chunks are full
 
 
 def _engine_arguments(folder: Path, target: TargetConfig, data: DataConfig, max_model_len: int) -> dict[str, Any]:
@@ -158,6 +161,18 @@ def _completion(output: RequestOutput) -> Completion:
     )
 
 
+@dataclass(frozen=True)
+class _Read:
+    """A finished request and its states, before the teacher."""
+
+    request: CaptureRequest
+    output: RequestOutput
+    token_ids: list[int]
+    taps: Tensor  # [S, T*H] bf16
+    first: int  # teacher rows are wanted from here on
+    final: Tensor  # [S - first, H], after the last layer
+
+
 class VllmCapturer:
     """Reads states through vLLM's ``extract_hidden_states``; see :class:`data_gen.backends.base.CaptureBackend`.
 
@@ -219,29 +234,46 @@ class VllmCapturer:
             idle = 0 if ready or self.engine.has_unfinished_requests() else idle + 1
             if idle > MAX_STEPS_WITHOUT_STATES:
                 raise RuntimeError(f"vLLM finished {len(waiting)} requests but never handed over their states")
-            for name in ready:
-                yield self._collect(known.pop(name), waiting.pop(name))
+            yield from self._collect([(known.pop(name), waiting.pop(name)) for name in ready])
             heartbeat()
 
-    def _collect(self, request: CaptureRequest, output: RequestOutput) -> CapturedStates:
+    def _collect(self, finished: Sequence[tuple[CaptureRequest, RequestOutput]]) -> Iterator[CapturedStates]:
+        """States of finished requests; those of a few chunks of teacher rows go through the head together."""
+        held: list[_Read] = []
+        for request, output in finished:
+            held.append(self._read(request, output))
+            if sum(len(read.final) for read in held) >= HELD_ROWS:
+                yield from self._with_teacher(held)
+                held = []
+        if held:
+            yield from self._with_teacher(held)
+
+    def _read(self, request: CaptureRequest, output: RequestOutput) -> _Read:
         states, token_ids = take_states(_states_path(output))  # [S, slots, H]
         length = states.shape[0]
         taps = states[:, [self._slots.index(tap) for tap in self._taps]].reshape(length, -1)  # [S, T*H]
         first = min(request.first_teacher_row, length)  # with rows missing, no teacher is asked for beyond the end
-        rows = place_rows(self._head.rows(states[first:, -1]), first, length)
-        answer = output.outputs[0]
-        next_id = int(answer.token_ids[0])
-        return CapturedStates(
-            request_id=request.request_id,
-            input_ids=token_ids,
-            tap_hidden=taps.to(torch.bfloat16),
-            teacher_ids=rows[0],
-            teacher_logprobs=rows[1],
-            teacher_log_normaliser=rows[2],
-            next_id=next_id,
-            next_logprob=answer.logprobs[0][next_id].logprob if answer.logprobs else float("nan"),
-            cached_tokens=output.num_cached_tokens or 0,
-        )
+        # A copy of what the teacher is made from, so that all states of the request are not held for it.
+        return _Read(request, output, token_ids, taps.to(torch.bfloat16), first, states[first:, -1].clone())
+
+    def _with_teacher(self, held: Sequence[_Read]) -> Iterator[CapturedStates]:
+        columns = self._head.rows(torch.cat([read.final for read in held]))
+        parts = (column.split([len(read.final) for read in held]) for column in columns)
+        for read, *rows in zip(held, *parts, strict=True):
+            ids, logprobs, normaliser = place_rows((rows[0], rows[1], rows[2]), read.first, len(read.taps))
+            answer = read.output.outputs[0]
+            next_id = int(answer.token_ids[0])
+            yield CapturedStates(
+                request_id=read.request.request_id,
+                input_ids=read.token_ids,
+                tap_hidden=read.taps,
+                teacher_ids=ids,
+                teacher_logprobs=logprobs,
+                teacher_log_normaliser=normaliser,
+                next_id=next_id,
+                next_logprob=answer.logprobs[0][next_id].logprob if answer.logprobs else float("nan"),
+                cached_tokens=read.output.num_cached_tokens or 0,
+            )
 
     def close(self) -> None:
         """Free the engine and the scratch folder."""

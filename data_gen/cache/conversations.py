@@ -9,8 +9,10 @@ A row that stands in a shard is done; nothing else says so. Jobs of an array wri
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +27,20 @@ FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)  # version 1 has one turn a row and no counts; capture and attestation need neither
 CONVERSATIONS = "conversations"
 ONLY_JOB = Job()
+NAMES_AT_ONCE = 4096  # looked up in one call
 KeyArray = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class KeySet:
-    """A set of names as sorted 64-bit hashes: 8 bytes each, where a set of a million strings takes 100 MB."""
+    """Names as sorted 64-bit hashes: 8 bytes each, where a set of a million strings takes 100 MB.
 
-    def __init__(self, keys: KeyArray) -> None:
-        self.keys = np.sort(keys)
+    Args:
+        keys: ``key64`` of every name, in any order; the set takes them over and sorts them where they lie.
+    """
+
+    def __init__(self, keys: array[int]) -> None:
+        self.keys: KeyArray = np.asarray(keys)
+        self.keys.sort()
 
     def __contains__(self, name: str) -> bool:
         key = np.uint64(key64(name))
@@ -46,14 +54,25 @@ class KeySet:
         """How many entries are there more than once."""
         return int((self.keys[1:] == self.keys[:-1]).sum())
 
+    def count_outside(self, names: Iterable[str]) -> int:
+        """How many different entries are not among ``names``, which are read as a stream."""
+        seen = np.zeros(len(self.keys), np.bool_)  # at the first of equal entries
+        rest = iter(names)
+        while len(batch := np.fromiter(map(key64, itertools.islice(rest, NAMES_AT_ONCE)), np.uint64)):
+            places = np.searchsorted(self.keys, batch)
+            inside = places < len(self.keys)
+            places = places[inside]
+            seen[places[self.keys[places] == batch[inside]]] = True
+        return len(self) - self.repeated() - int(seen.sum())
+
 
 @dataclass(frozen=True, kw_only=True)
 class RowFacts:
     """The small columns of one shard, as lists."""
 
     row_id: list[str]
-    prompt_id: list[str]
     repeat: list[int]
+    turn: list[int]
     num_prompt_tokens: list[int]
     num_completion_tokens: list[int]
     finish_reason: list[str]

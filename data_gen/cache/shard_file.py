@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
@@ -230,10 +231,10 @@ class ShardReader:
         self._places = json.loads(header)
         self._data_start = 8 + len(header)
         self._check_layout()
-        self._columns = {name: self.tensors[name] for name in TOKEN_TENSORS}
-        self._columns["loss_mask"] = self._columns["loss_mask"].view(torch.bool)
+        self._rows: list[tuple[Tensor, ...]] | None = None
         self.offsets: list[int] = self.tensors["offsets"].tolist()
-        if self.offsets[0] != 0 or self.offsets[-1] != len(self.tensors["input_ids"]) or self._unordered():
+        whole = self.offsets[0] == 0 and self.offsets[-1] == len(self.tensors["input_ids"])
+        if not whole or not bool((self._lengths() > 0).all()):
             raise self._damaged("offsets that do not cut its tokens into samples")
 
     def __len__(self) -> int:
@@ -250,13 +251,33 @@ class ShardReader:
             row: place in the shard.
             states: [S, T*H] bf16; if given, the tap states are put there in one pass, whatever they are stored in.
         """
-        span = self.span(row)
-        fields = {name: column[span] for name, column in self._columns.items()}
+        ids, mask, taps, teacher_ids, logprobs, normaliser = self._cut()[row]
         if TAP_SCALE in self.tensors:
-            fields["tap_hidden"] = fp8.decode(fields["tap_hidden"], self.tensors[TAP_SCALE][span], states)
+            taps = fp8.decode(taps, self.tensors[TAP_SCALE][self.span(row)], states)
         elif states is not None:
-            fields["tap_hidden"] = states.copy_(fields["tap_hidden"])  # faster than pread: no call, wider stores
-        return CapturedSample(sample_id=self.sample_ids[row], **fields)
+            taps = states.copy_(taps)  # faster than pread: no call, wider stores
+        return CapturedSample(
+            sample_id=self.sample_ids[row],
+            input_ids=ids,
+            loss_mask=mask,
+            tap_hidden=taps,
+            teacher_ids=teacher_ids,
+            teacher_logprobs=logprobs,
+            teacher_log_normaliser=normaliser,
+        )
+
+    def _cut(self) -> list[tuple[Tensor, ...]]:
+        """The token tensors of every sample. Cut at the first read, all at once: a third of the time of slices."""
+        if self._rows is None:
+            lengths = self._lengths().tolist()
+            columns = {name: self.tensors[name] for name in TOKEN_TENSORS}
+            columns["loss_mask"] = columns["loss_mask"].view(torch.bool)
+            self._rows = list(zip(*(column.split_with_sizes(lengths) for column in columns.values()), strict=True))
+        return self._rows
+
+    def _lengths(self) -> Tensor:
+        """[n] int64, tokens of every sample."""
+        return self.tensors["offsets"].diff()
 
     def state_bytes(self, row: int) -> tuple[int, int]:
         """Offset and length, in bytes of the file, of what sample ``row`` stores as tap states."""
@@ -266,15 +287,14 @@ class ShardReader:
 
     def row(self) -> ShardRow:
         """The shard's index line; reads no states."""
-        mask = self.tensors["loss_mask"]
-        spans = list(zip(self.offsets[:-1], self.offsets[1:], strict=True))
+        supervised = np.add.reduceat(self.tensors["loss_mask"].numpy(), self.offsets[:-1], dtype=np.int64)
         return ShardRow(
             shard=self.path.name,
             num_bytes=os.fstat(self.descriptor).st_size,
             header_sha256=self.header_sha256,
             sample_ids=self.sample_ids,
-            num_tokens=[end - begin for begin, end in spans],
-            num_supervised=[int(mask[begin:end].sum()) for begin, end in spans],
+            num_tokens=self._lengths().tolist(),
+            num_supervised=supervised.tolist(),
         )
 
     def check_content(self, on_bytes: Callable[[int], None] = _ignore) -> None:
@@ -310,9 +330,6 @@ class ShardReader:
         if found != wanted or not self.sample_ids:
             wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
             raise self._damaged(f"not the tensors of this cache: {', '.join(wrong) or 'no sample'}")
-
-    def _unordered(self) -> bool:
-        return any(end <= begin for begin, end in zip(self.offsets[:-1], self.offsets[1:], strict=True))
 
     def _damaged(self, why: str) -> CacheIntegrityError:
         return CacheIntegrityError(

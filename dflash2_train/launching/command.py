@@ -126,7 +126,7 @@ def show_here(command: Command, config: RunConfig) -> None:
     if command.single(config):
         lines = [f"{command.name}: one process, this one"]
     elif command.shards:
-        lines = show_members(command.name, words, config, plan_spread(config))
+        lines = show_members(command.name, words, config)
     elif (ranks := ranks_here(config.launch)) == 1:
         lines = [f"{command.name}: one process, this one"]
     else:

@@ -1,8 +1,8 @@
 """Data generation on all GPUs of a machine: one process a shard, each with its own devices and its share of the work.
 
-Shards do not talk to each other. Regenerate divides the prompts by their hash (``data.num_shards``), so shards are the
-jobs of a job array; stage ``stream`` needs no numbers, since its producers share the ring by claims. What cannot be
-divided, capture into a cache and verify, runs in the first process when all shards are done.
+Shards do not talk to each other. Regenerate divides the prompts by their hash and capture the conversation shards by
+their number (``data.num_shards``), so shards are the jobs of a job array; stage ``stream`` needs no numbers, since its
+producers share the ring by claims. What is not divided, as verify, runs in the first process when all shards are done.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dflash2_train.launching.outcome import End, Failure, Outcome, cause_of, com
 from dflash2_train.launching.processes import Ends, Member, run_together
 
 logger = logging.getLogger(__name__)
-DIVIDED = ("regenerate", "stream")
+DIVIDED = ("regenerate", "capture", "stream")
 AFTER_A_STOP = (EXIT_STOPPED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT)
 SHOWN_LINES = 30  # of the log of a member that is not on the console
 WHOLE_RUN = ("regenerate", "capture", "verify")  # stage=all, in turn
@@ -45,6 +45,16 @@ def stages_of(config: RunConfig) -> tuple[str, ...]:
     return WHOLE_RUN if config.stage == "all" else (config.stage,)
 
 
+def spread_stages(config: RunConfig) -> list[tuple[RunConfig, Spread]]:
+    """Every stage that a run goes through, as a run of its own, and its processes on this machine.
+
+    Raises:
+        ConfigError: see :func:`plan_spread`.
+    """
+    stages = [replace(config, stage=stage) for stage in stages_of(config)]
+    return [(stage, plan_spread(stage)) for stage in stages]
+
+
 def plan_spread(config: RunConfig, *, node: int = 0, nodes: int = 1) -> Spread:
     """Into how many processes the divided stages of ``config`` go on this node.
 
@@ -55,7 +65,7 @@ def plan_spread(config: RunConfig, *, node: int = 0, nodes: int = 1) -> Spread:
     if nodes > 1 and (len(stages) > 1 or stages[0] not in DIVIDED):
         raise ConfigError(
             f"stage={config.stage}: several nodes can share the stages {DIVIDED} only. Run stage=regenerate on all of "
-            "them, then the rest on one, or stage=stream beside the training."
+            "them, then stage=capture, then the rest on one, or stage=stream beside the training."
         )
     array = config.data.num_shards > 1  # the user numbers the jobs already
     server = config.data.backend == "server" and stages[0] == "regenerate"
@@ -87,14 +97,13 @@ def run_shards(command: str, main: Callable[[RunConfig], int], words: list[str],
         words: program and words that run a member, before the job file.
         config: the experiment.
     """
-    spread = plan_spread(config)
-    if spread.count == 1:
+    stages = spread_stages(config)
+    if all(spread.count == 1 for _, spread in stages):
         return main(config)
     if "capture" in stages_of(config):
         logger.info("states will be read by %s", config.data.capturer)  # refuses now what would fail after a week
-    for stage in stages_of(config):
-        one = replace(config, stage=stage)
-        code = run_divided(command, words, one, spread).code if stage in DIVIDED else main(one)
+    for stage, spread in stages:
+        code = run_divided(command, words, stage, spread).code if spread.count > 1 else main(stage)
         if code != 0:
             return code
     return 0
@@ -138,18 +147,15 @@ def run_divided(command: str, words: list[str], config: RunConfig, spread: Sprea
     return report_ends(members, ends)
 
 
-def show_members(command: str, words: list[str], config: RunConfig, spread: Spread) -> list[str]:
+def show_members(command: str, words: list[str], config: RunConfig) -> list[str]:
     """Lines that a dry run prints: each shard as one would start it by hand."""
-    if spread.count == 1:
-        return [f"{config.stage}: one process, this one"]
     lines = []
-    for stage in stages_of(config):
-        one = replace(config, stage=stage)
-        if stage not in DIVIDED:
-            lines.append(f"{stage}: one process, this one")
+    for stage, spread in spread_stages(config):
+        if spread.count == 1:
+            lines.append(f"{stage.stage}: one process, this one")
             continue
-        lines.append(f"{stage}: {spread.count} shards of {spread.total}")
-        for _, member in build_members(command, words, one, spread):
+        lines.append(f"{stage.stage}: {spread.count} shards of {spread.total}")
+        for _, member in build_members(command, words, stage, spread):
             lines.append(shell_line(member.command, member.variables))
     return lines
 

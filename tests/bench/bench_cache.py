@@ -17,6 +17,7 @@ shard, then opened by a reader in a process of its own.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -71,11 +72,12 @@ def make_cache(root: Path, taps: int, hidden: int, tokens: int, dtype: str, num_
 
 
 def plain(root: Path, batch: Tensor) -> None:
-    """The files, one after the other, into the batch's memory."""
-    memory = batch.flatten().view(torch.uint8).numpy().data
+    """The files, one after the other, a row's bytes at a time into the rows of the batch."""
+    rows = [row.view(torch.uint8).numpy().reshape(-1).data for row in batch]
+    turn = itertools.cycle(rows)
     for path in sorted(root.glob("shard-*")):
         with open(path, "rb", buffering=0) as file:
-            while file.readinto(memory):
+            while file.readinto(next(turn)):
                 pass
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from data_gen import capture as stage
 from data_gen.backends.base import (
@@ -22,12 +24,12 @@ from data_gen.backends.base import (
     SamplingSettings,
     take_from,
 )
-from data_gen.backends.head import load_head, place_rows
+from data_gen.backends.head import load_head, place_rows, top_rows
 from data_gen.backends.hf import HfCapturer, HfGenerator, choose_tokens
 from data_gen.cache.conversations import ConversationStore
 from data_gen.cache.format import CacheIntegrityError
 from data_gen.cache.reader import CaptureReader
-from data_gen.capture_rows import CaptureTally, capture_rows, refuse_failure
+from data_gen.capture_rows import CaptureTally, RowFailure, capture_rows, refuse_failure
 from dflash2_train.config import RunConfig, TargetConfig
 from dflash2_train.provenance import hash_tokenizer_files
 from tests.toy_target import END, WORDS, write_model
@@ -260,6 +262,37 @@ def test_more_failed_rows_than_the_limit_end_the_stage_and_leave_no_partial_shar
     assert not list((Path(config.data.root) / "capture").glob("shard-*"))
 
 
+def job(config: RunConfig, index: int) -> RunConfig:
+    return replace(config, data=replace(config.data, num_shards=2, shard_index=index))
+
+
+def contents(config: RunConfig) -> dict[str, dict[str, str]]:
+    """Sample names and digest of every shard."""
+    found = {}
+    for path in (Path(config.data.root) / "capture").glob("shard-*"):
+        with safe_open(path, framework="pt") as file:
+            found[path.name] = dict(file.metadata())
+    return found
+
+
+def test_jobs_capture_each_shard_once_and_together_what_one_process_does(config: RunConfig, folder: Path) -> None:
+    write_conversations(config)
+    assert [run(job(config, index), folder).samples for index in (1, 0)] == [2, 2]
+    found = contents(config)
+    shutil.rmtree(Path(config.data.root) / "capture")
+    assert run(config, folder).samples == 4
+    assert contents(config) == found
+
+
+def test_jobs_that_list_failed_rows_keep_those_of_each_other(tmp_path: Path) -> None:
+    first, second = stage.FailedRows(tmp_path), stage.FailedRows(tmp_path)
+    first.add(RowFailure(row_id="a", reason="lost", attempts=2))
+    second.add(RowFailure(row_id="b", reason="lost", attempts=2))
+    second.forget({"b"})
+    first.add(RowFailure(row_id="c", reason="lost", attempts=2))
+    assert sorted(stage.FailedRows(tmp_path).rows) == ["a", "c"]
+
+
 def test_a_shard_that_lacks_a_conversation_is_not_taken_for_done(config: RunConfig, folder: Path) -> None:
     store = write_conversations(config)
     run(config, folder)
@@ -301,6 +334,18 @@ class Shuffled(Faulty):
 
     def capture(self, requests: Iterable[CaptureRequest], heartbeat: Heartbeat) -> Iterator[CapturedStates]:
         yield from sorted(self.inner.capture(requests, heartbeat), key=lambda states: states.request_id, reverse=True)
+
+
+def test_teacher_rows_are_those_of_the_full_softmax_with_and_without_a_buffer() -> None:
+    logits = 4 * torch.randn(5, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
+    kept = logits.clone()
+    exact = torch.log_softmax(logits.double(), dim=-1)
+    for buffer in (None, torch.full((5, 300), torch.nan)):
+        ids, logprobs, normaliser = top_rows(logits, TOP_K, buffer)
+        torch.testing.assert_close(logprobs.double(), exact.gather(1, ids.long()), atol=4e-3, rtol=0)
+        torch.testing.assert_close(normaliser.double(), logits.double().logsumexp(-1), atol=1e-4, rtol=0)
+        assert torch.equal(logprobs, exact.topk(TOP_K).values.half())
+    assert torch.equal(logits, kept)
 
 
 def test_rows_come_back_in_their_order_whatever_the_engines_order_is(config: RunConfig, folder: Path) -> None:

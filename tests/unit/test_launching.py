@@ -27,7 +27,7 @@ from dflash2_train.launching.follow import Follow, keep_older, last_lines
 from dflash2_train.launching.hosts import Host, even_ranks, read_hosts, run_on_hosts
 from dflash2_train.launching.job import Job, new_job
 from dflash2_train.launching.outcome import CRASH, DONE, FAULT, Failure, Outcome, cause_of, combined_code
-from dflash2_train.launching.shards import plan_spread, shard_config
+from dflash2_train.launching.shards import plan_spread, shard_config, spread_stages
 from dflash2_train.launching.slurm import job_script, submit
 
 
@@ -148,8 +148,9 @@ def test_each_command_shows_the_processes_it_would_start_and_starts_none(
     done = subprocess.run([sys.executable, "-m", module, *words], cwd=repo_root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     members = [line for line in done.stdout.splitlines() if f"-P -m {module} --as-member {tmp_path}/run/logs/" in line]
-    marks = ("RANK=0 WORLD_SIZE=2", "RANK=1 WORLD_SIZE=2") if started == "rank" else ("/shard0/", "/shard1/")
-    assert [mark in line for mark, line in zip(marks, members, strict=True)] == [True, True]
+    shards = ("/shard0/", "/shard1/")  # of regenerate, then of capture
+    marks = ("RANK=0 WORLD_SIZE=2", "RANK=1 WORLD_SIZE=2") if started == "rank" else (*shards, *shards)
+    assert all(mark in line for mark, line in zip(marks, members, strict=True))
     assert not (tmp_path / "run").exists()
 
 
@@ -190,6 +191,13 @@ def test_what_is_numbered_served_or_whole_already_stays_one_process(
     config = replace(tiny_config, stage=str(changes.get("stage", "regenerate")))
     config.data = replace(config.data, **{key: value for key, value in changes.items() if key != "stage"})
     assert plan_spread(config).count == 1
+
+
+def test_where_servers_answer_every_gpu_still_captures(tiny_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    see_gpus(monkeypatch, 8)
+    config = replace(tiny_config, stage="all", data=replace(tiny_config.data, backend="server", capture_backend="hf"))
+    counts = {stage.stage: spread.count for stage, spread in spread_stages(config)}
+    assert counts == {"regenerate": 1, "capture": 8, "verify": 1}
 
 
 def test_nodes_that_cannot_share_a_stage_are_refused(tiny_config: RunConfig) -> None:

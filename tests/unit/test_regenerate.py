@@ -6,6 +6,8 @@ import dataclasses
 import errno
 import json
 import shutil
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,11 @@ import torch
 from data_gen import regenerate as stage
 from data_gen.backends.hf import check_supported
 from data_gen.backends.nucleus import keep_nucleus_
-from data_gen.cache.conversations import ConversationStore
+from data_gen.cache.conversations import NAMES_AT_ONCE, ConversationStore, RowFacts
 from data_gen.cache.format import CacheIntegrityError
 from data_gen.cli import gen_data
 from data_gen.prepare import prepare
-from data_gen.turns import row_seed
+from data_gen.turns import row_id, row_seed
 from dflash2_train.config import ConfigError, RunConfig
 from dflash2_train.provenance import publish
 from tests.regeneration import MAX_TOKENS, PROMPTS, SHARD, StubBackend, make_config, no_display, rows_of, run, with_data
@@ -142,8 +144,50 @@ def test_answers_of_prompts_that_are_gone_are_refused(
     run(config, monkeypatch, StubBackend())
     lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "train.jsonl").write_text("".join(lines[1:]))
-    with pytest.raises(ConfigError, match="of 1 prompts"):
+    with pytest.raises(ConfigError, match="1 answers on disk belong to no configured prompt"):
         run(config, monkeypatch, StubBackend())
+
+
+def test_answers_of_more_repeats_than_configured_are_refused_with_their_number(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(with_sampling(config, repeats=2), monkeypatch, StubBackend())
+    with pytest.raises(ConfigError, match=f"{PROMPTS} answers .*repeats=1"):
+        run(config, monkeypatch, StubBackend())
+
+
+def test_the_names_of_a_stage_take_eight_bytes_a_row_and_no_copy_of_them() -> None:
+    rows, shard = 40_000, 400
+
+    class Store:
+        """Rows of shards, made when they are read."""
+
+        def facts(self) -> Iterator[RowFacts]:
+            for first in range(0, rows, shard):
+                names = [row_id(f"{number:016x}", 0, 0) for number in range(first, first + shard)]
+                zeros, empty = [0] * shard, [""] * shard
+                yield RowFacts(
+                    row_id=names,
+                    repeat=zeros,
+                    turn=zeros,
+                    num_prompt_tokens=zeros,
+                    num_completion_tokens=zeros,
+                    finish_reason=empty,
+                    dropped=empty,
+                )
+
+    totals, store = stage.ConversationTotals(), Store()
+    tracemalloc.start()
+    stored = stage.read_stored(store, totals)  # type: ignore[arg-type]
+    outside = stored.count_outside(row_id(f"{number:016x}", 0, 0) for number in range(1, rows + 7))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (totals.prompts, len(stored), outside) == (rows, rows, 1)
+    assert row_id(f"{rows - 1:016x}", 0, 0) in stored
+    assert row_id(f"{rows:016x}", 0, 0) not in stored
+    shard_bytes = 300 * shard  # strings of the one shard that is looked at
+    looked_up = 32 * NAMES_AT_ONCE  # the batch that is compared
+    assert peak < 12 * rows + shard_bytes + looked_up
 
 
 def test_the_holdout_is_stored_as_prompts_and_never_answered(

@@ -35,8 +35,8 @@ class Store:
             rows = self.rows[2 * shard : 2 * shard + 2]
             yield RowFacts(
                 row_id=[row["row_id"] for row in rows],
-                prompt_id=[""] * len(rows),
                 repeat=[0] * len(rows),
+                turn=[0] * len(rows),
                 num_prompt_tokens=[len(row["prompt_ids"]) for row in rows],
                 num_completion_tokens=[len(row["completion_ids"]) for row in rows],
                 finish_reason=["stop"] * len(rows),

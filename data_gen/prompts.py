@@ -22,7 +22,7 @@ from typing import Any
 
 from data_gen.near_duplicates import drop_near_duplicates
 from data_gen.prompt_columns import ColumnMap, Conversation
-from data_gen.prompt_filters import RowFilter
+from data_gen.prompt_filters import OTHER_SIDE, RowFilter
 from data_gen.prompt_records import PromptPlan, PromptRecord, prompt_id
 from data_gen.prompt_report import EARLY_ROWS, NEAR_EXAMPLES, PromptReport, RemovedPrompt, SourceCounts
 from data_gen.prompt_rows import RowRejectedError
@@ -178,9 +178,9 @@ def _load_sources(sources: list[PromptSourceConfig], split: str, seed: int, max_
         counts.check_rejected(key, max_rejected_share)
         entry = _Source(counts=counts, weight=config.weight, ranked=selection.ranked())
         if counts.filtered.total() + counts.rejected.total() == counts.rows:
-            raise ConfigError(
-                f"{key} ({counts.label}): no row is left. {counts.line()}. Loosen its filters, or leave it out."
-            )
+            few = counts.filtered[OTHER_SIDE] == counts.rows
+            advice = "Give both sides a larger holdout_share" if few else "Loosen its filters"
+            raise ConfigError(f"{key} ({counts.label}): no row is left. {counts.line()}. {advice}, or leave it out.")
         rejected = counts.rejected.total()
         if rejected > WARN_REJECTED * counts.rows:
             first = "; ".join(counts.first_rejected)

@@ -43,7 +43,7 @@ def find_amounts(config: RunConfig, prepared: PreparedPrompts | None) -> Amounts
     there = answers_on_disk(config)
     if there is not None:
         answer_tokens, answer_origin = there.completion_tokens / there.completions, f"{COUNTED} on disk"
-    elif plan.answer_tokens is not None:
+    elif plan.answer_tokens is not None and plan.answer_tokens < config.data.sampling.max_tokens:
         answer_tokens, answer_origin = plan.answer_tokens, ASSUMED
     else:
         answer_tokens, answer_origin = float(config.data.sampling.max_tokens), "the most there can be"

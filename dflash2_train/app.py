@@ -2,7 +2,7 @@
 
 Exit codes: 0 done, 1 a command's own "no" (say, output not equal), 2 a fault the user can mend (config, cache,
 files), 130 interrupted by Ctrl-C; those of a training that is to be started again stand in
-:mod:`dflash2_train.run_control`. Anything else is a bug and shows its traceback.
+:mod:`dflash2_train.exit_codes`. Anything else is a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -98,9 +98,15 @@ def run_app(job_name: str, main: Callable[[RunConfig], int]) -> None:
         sys.stderr.write(f"error: {job_name} takes no --multirun; dflash2-train does, and ends with a table.\n")
         sys.exit(EXIT_FAULT)
     register_schema()
+    composed_well = False
 
     def task(composed: DictConfig) -> None:
+        nonlocal composed_well
+        composed_well = True
         sys.exit(run_guarded(main, composed))
 
     sys.argv[0] = job_name  # what users typed, in Hydra's own messages
-    hydra.main(version_base="1.3", config_path=config_root(), config_name="config")(task)()
+    try:
+        hydra.main(version_base="1.3", config_path=config_root(), config_name="config")(task)()
+    except SystemExit as end:  # Hydra leaves with 1 where it cannot compose, which is a fault to mend like our own
+        sys.exit(end.code if composed_well or not end.code else EXIT_FAULT)

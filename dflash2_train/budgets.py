@@ -7,6 +7,9 @@ Letters: N rows (supervised slots), H hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 LOGIT_BYTES = 4  # of a logit in fp32, the unit of loss.logit_share
 FREE_BYTES = 1 << 20  # what the sweep over the logits may always take
 SCRATCH_BYTES = {2: 4 << 20, 4: 2 << 20, 8: 2 << 20}  # by bytes of a parameter: products, and the candidates' part
@@ -14,6 +17,7 @@ BLOCK_BYTES = 3 << 19  # 1.5 MiB of fp32 logits a block on a CPU: two cores' sha
 ROWS_MULTIPLE = 32  # of supervised slots, in products with the head and the selector's projection
 CHUNK_MULTIPLE = 16  # rows of a chunk; divides the former, so that the last chunk is a multiple as well
 TOKENS_MULTIPLE, ANCHORS_MULTIPLE = 64, 16  # of a packed row, see dflash2_train.shapes
+TILE_ROWS, TILE_BYTES = 256, 4 << 20  # of a tile of logits on a CPU: enough rows for the products, kept in the cache
 LOGIT_GROUP = 64  # logits that share one maximum in the search for the largest
 CPU_CHUNK_BYTES = 2 << 20  # scores of an attention chunk: a core's second-level cache
 DEVICE_CHUNK_BYTES = 256 << 20  # the same on a GPU: enough rows to fill it
@@ -44,6 +48,38 @@ def block_rows(vocab: int, work_itemsize: int, plane_bytes: int, budget: int) ->
     """Rows of logits that the pass of a CPU works on at once; ``plane_bytes`` is what a row takes beside itself."""
     cached = BLOCK_BYTES // (vocab * work_itemsize)
     return max(1, min(cached, budget // 3 // max(1, plane_bytes)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TilePlan:
+    """How logits [N, V] are cut where plain PyTorch sweeps them: small tiles on a CPU, whole rows elsewhere."""
+
+    rows: int  # of a chunk
+    columns: int  # of a tile
+    block_rows: int  # of a chunk that are worked on at once
+    num_bytes: int  # of a tile, of what is worked on, and of the gradients that tiles add to
+
+    def tiles(self, vocab: int) -> Iterator[slice]:
+        """The tiles' columns."""
+        for start in range(0, vocab, self.columns):
+            yield slice(start, min(start + self.columns, vocab))
+
+
+def tile_plan(
+    padded_count: int, vocab: int, hidden: int, itemsize: int, *, budget: int, capped: bool, on_cpu: bool
+) -> TilePlan:
+    """The largest chunk within ``budget`` bytes; ``capped``: with the slope of a soft cap."""
+    work = max(LOGIT_BYTES, itemsize)
+    columns = min(vocab, TILE_BYTES // (TILE_ROWS * itemsize)) if on_cpu else vocab
+    plane = (capped + (itemsize < work)) * columns * work  # of a row that is worked on
+    row = columns * itemsize + hidden * (work + itemsize)
+    if not on_cpu:
+        rows = chunk_rows(padded_count, budget, fixed_bytes=0, bytes_per_row=row + plane)
+        return TilePlan(rows=rows, columns=columns, block_rows=rows, num_bytes=rows * (row + plane))
+    block = block_rows(columns, work, plane, budget)
+    rows = min(TILE_ROWS, chunk_rows(padded_count, budget, fixed_bytes=block * plane, bytes_per_row=row))
+    block = min(block, rows)
+    return TilePlan(rows=rows, columns=columns, block_rows=block, num_bytes=rows * row + block * plane)
 
 
 def triton_row_bytes(vocab: int, top_k: int, *, planes: int = 1) -> int:

@@ -52,6 +52,9 @@ def build_deepspeed_config(train: TrainConfig, world_size: int) -> dict[str, Any
     }
     if bf16:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+        # Else the fp32 sums of a window are rounded to bf16 before ranks add them, on one rank too: a relative error
+        # of 2e-3 in place of 3e-8.
+        config["communication_data_type"] = "fp32"
     return config
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
@@ -17,37 +16,17 @@ from pathlib import Path
 from types import FrameType
 
 from dflash2_train.config import ConfigError, GuardConfig, UserError
+from dflash2_train.launching import prepare_folder
 
 logger = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # schedulers warn with the first or the last
 SCHEDULER_END = "SLURM_JOB_END_TIME"  # seconds since the epoch
-_UNWRITABLE = (errno.EACCES, errno.EROFS, errno.EPERM)
 _LOCK = ".lock"
 
 
 def rank_folder(output: Path, rank: int) -> Path:
     """Where a rank of the run in ``output`` leaves its status, its stacks and its console output."""
     return output / "logs" / f"rank{rank}"
-
-
-def prepare_folder(folder: Path) -> None:
-    """Make ``folder``, and make sure that it can be written to, before hours are spent on what could not be kept.
-
-    Raises:
-        UserError: it cannot.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{socket.gethostname()}-{os.getpid()}"
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        if error.errno not in (*_UNWRITABLE, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST):
-            raise
-        raise UserError(
-            f"{folder} cannot be written to ({error.strerror}). Mend that, or choose another train.output_dir "
-            "(or run_dir)."
-        ) from error
 
 
 @contextmanager

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from dflash2_train.app import guarded, wants_sweep
 from dflash2_train.config import RunConfig, absolute
 from dflash2_train.exit_codes import EXIT_STOPPED
-from dflash2_train.launching import Command, run_launched, without_ranks
-from dflash2_train.run_control import StopRequest, only_run_in, prepare_folder, rank_folder
+from dflash2_train.launching import Command, prepare_folder, run_launched, without_ranks
+from dflash2_train.run_control import StopRequest, only_run_in, rank_folder
 from dflash2_train.run_state import fingerprint
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ def train(config: RunConfig) -> int:
     first = rank == 0
     with only_run_in(output) if first else contextlib.nullcontext():
         prepare_folder(rank_folder(output, rank))
+        if first:
+            prepare_folder(absolute(config.export.output_dir).parent, "export.output_dir")
         check_exportable(config)
         done = newest_checkpoint(output)
         if done is not None and done.step >= config.train.steps and ring_is_gone(config):
@@ -133,7 +135,7 @@ def sweep(words: list[str]) -> int:
     """Train every combination of values that ``words`` name, each in a process of its own."""
     from dflash2_train.sweep.run import run_sweep
 
-    return run_sweep(words, stopped_code=EXIT_STOPPED)
+    return run_sweep(words)
 
 
 def main() -> None:

@@ -69,21 +69,24 @@ elif ! modern .venv/bin/python; then
     exit 2
 fi
 pip=(.venv/bin/python -m pip --disable-pip-version-check --no-input -q)
+# Byte code is made where a module is first imported: most of what is installed never is, and compiling all of it takes
+# as long as unpacking it.
+install=(install --no-compile)
 
 packages=$({ echo "$kind"; .venv/bin/python --version; cat launch/requirements/*.txt
              [ "$kind" = cpu ] || cat pyproject.toml; } | digest)
 if [ "$(cat .venv/packages.sha256 2>/dev/null)" = "$packages" ]; then
     echo "setup: packages are up to date ($kind)"
 else
-    echo "setup: installing the $kind packages; this takes 5 to 15 minutes the first time"
+    echo "setup: installing the $kind packages; a minute from pip's cache, 5 to 15 with downloads"
     rm -f .venv/packages.sha256 .venv/project.sha256
     if [ "$kind" = cpu ]; then
-        with_heartbeat "${pip[@]}" install torch==2.13.0 # with its dependencies: none but small ones for a CPU build
-        with_heartbeat "${pip[@]}" install --no-deps -r launch/requirements/lock-cpu.txt
+        with_heartbeat "${pip[@]}" "${install[@]}" torch==2.13.0 # with its dependencies: none but small ones for a CPU build
+        with_heartbeat "${pip[@]}" "${install[@]}" --no-deps -r launch/requirements/lock-cpu.txt
     else
-        with_heartbeat "${pip[@]}" install -r launch/requirements/gpu.txt
-        with_heartbeat "${pip[@]}" install --no-deps -r launch/requirements/no-deps.txt
-        with_heartbeat "${pip[@]}" install "setuptools>=77" wheel
+        with_heartbeat "${pip[@]}" "${install[@]}" -r launch/requirements/gpu.txt
+        with_heartbeat "${pip[@]}" "${install[@]}" --no-deps -r launch/requirements/no-deps.txt
+        with_heartbeat "${pip[@]}" "${install[@]}" "setuptools>=77" wheel
     fi
     echo "$packages" >.venv/packages.sha256
 fi
@@ -97,7 +100,7 @@ if [ "$(cat .venv/project.sha256 2>/dev/null)" = "$sources" ]; then
 else
     echo "setup: installing dflash2-train"
     rm -rf build ./*.egg-info # setuptools would put files that no longer exist into the wheel
-    with_heartbeat "${pip[@]}" install --no-deps --no-build-isolation --force-reinstall .
+    with_heartbeat "${pip[@]}" "${install[@]}" --no-deps --no-build-isolation --force-reinstall .
     rm -rf build ./*.egg-info
     echo "$sources" >.venv/project.sha256
 fi

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from dflash2_train.runner import DecodeSettings
 
 logger = logging.getLogger(__name__)
-DRAFTER_FILES = ("config.json", "model.safetensors", "mask_embedding.pt")
 
 
 def drafter_folder(config: RunConfig) -> Path:
@@ -33,25 +32,40 @@ def drafter_folder(config: RunConfig) -> Path:
     """
     key = "export.output_dir" if config.eval.drafter is None else "eval.drafter"
     folder = absolute(config.export.output_dir if config.eval.drafter is None else config.eval.drafter)
-    for name in DRAFTER_FILES:
+    for name in drafter_files(folder):
         if not (folder / name).is_file():
             raise ConfigError(
-                f"{key}={str(folder)!r}: not an exported drafter, {name} is missing. "
-                "Run dflash2-export with the same experiment, or name a folder with eval.drafter."
+                f"{key}={str(folder)!r}: not an exported drafter, {name} is missing. Run dflash2-export with the same "
+                "experiment, take another tool's drafter over with dflash2-export convert SOURCE FOLDER --target "
+                "TARGET_FOLDER, or name a folder with eval.drafter."
             )
     return folder
 
 
+def drafter_files(folder: Path) -> list[str]:
+    """Names of the files that a drafter is read from: configuration, weights in one file or in shards, mask vector."""
+    from dflash2_train.export.payload import CONFIG, MASK
+    from dflash2_train.export.weight_files import INDEX, FoundWeights
+
+    index = [INDEX] if (folder / INDEX).is_file() else []
+    return [CONFIG, *index, *(path.name for path in FoundWeights(folder).files), MASK]
+
+
 def published_shape(folder: Path) -> DrafterShape:
-    """The shape in an export's config.json.
+    """The shape in an export's config.json."""
+    return _described(folder)[0]
+
+
+def _described(folder: Path) -> tuple[DrafterShape, int]:
+    """Shape and generation of the drafter in a folder.
 
     Raises:
         ConfigError: it is not the configuration of a drafter that can be run here.
     """
-    from dflash2_train.model.drafter_config import DrafterShape
+    from dflash2_train.export.published import shape_of
 
     try:
-        return DrafterShape.from_published(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        return shape_of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     except ValueError as error:
         raise ConfigError(f"{folder / 'config.json'}: {error} Export the drafter again.") from error
 
@@ -73,14 +87,19 @@ def describe_models(config: RunConfig, folder: Path) -> dict[str, Any]:
     """Target, drafter and device of a measurement, as JSON values.
 
     Raises:
-        ConfigError: the drafter is for another vocabulary or hidden size than the target's.
+        ConfigError: the drafter is for another vocabulary or hidden size than the target's, or lacks a selector that
+            is asked for.
     """
     import torch
 
     from dflash2_train.target import open_target_config
 
     target = open_target_config(config.target)
-    shape = published_shape(folder)
+    shape, generation = _described(folder)
+    if generation == 1 and config.eval.draft_sampling == "selector":
+        raise ConfigError(
+            f"eval.draft_sampling=selector: the drafter in {folder} is a DFlash 1 and has no selector. Use argmax."
+        )
     for key in ("vocab_size", "hidden_size"):
         of_drafter, of_target = vars(shape)[key], vars(target)[key]
         if of_drafter != of_target:
@@ -95,7 +114,7 @@ def describe_models(config: RunConfig, folder: Path) -> dict[str, Any]:
         "mode": config.eval.mode,
         "target": config.target.name,
         "target_hash": target.target_hash,
-        "drafter_sha256": {name: sha256_file(folder / name) for name in DRAFTER_FILES},
+        "drafter_sha256": {name: sha256_file(folder / name) for name in drafter_files(folder)},
         "dtype": config.eval.dtype,
         "device": device,
         "packed_weights": config.eval.pack_weights and device == "cpu" and torch.backends.mkldnn.is_available(),

@@ -59,9 +59,9 @@ def _scalar(value: str) -> str:
     return value if _PLAIN_YAML.fullmatch(value) and value.lower() not in _YAML_WORDS else json.dumps(value)
 
 
-def front_matter(record: Mapping[str, Any]) -> list[str]:
-    """The metadata header that the Hub reads: licence, base model, data sets, tags."""
-    licence = record["target"]["license"]
+def front_matter(record: Mapping[str, Any], *, licence: str | None = None, tags: Sequence[str] = TAGS) -> list[str]:
+    """The metadata header that the Hub reads: licence (None = the target's), base model, data sets, tags."""
+    licence = licence or str(record["target"]["license"])
     lines = ["---"]
     if licence.lower() in HUB_LICENSES:
         lines.append(f"license: {_scalar(licence.lower())}")
@@ -74,7 +74,7 @@ def front_matter(record: Mapping[str, Any]) -> list[str]:
     datasets = sorted({source["path"] for source in _hub_sources(record)})
     if datasets:
         lines += ["datasets:", *(f"- {_scalar(name)}" for name in datasets)]
-    lines += ["pipeline_tag: text-generation", "library_name: vllm", "tags:", *(f"- {tag}" for tag in TAGS), "---"]
+    lines += ["pipeline_tag: text-generation", "library_name: vllm", "tags:", *(f"- {tag}" for tag in tags), "---"]
     return lines
 
 
@@ -88,7 +88,8 @@ def _hub_sources(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     ]
 
 
-def _architecture(published: Mapping[str, Any], record: Mapping[str, Any]) -> Facts:
+def architecture_facts(published: Mapping[str, Any], record: Mapping[str, Any]) -> Facts:
+    """The table of the architecture; a DFlash 1 has neither convolution nor selector."""
     nested = published["dflash_config"]
     layers = published["layer_types"]
     sliding = layers.count("sliding_attention")
@@ -97,11 +98,14 @@ def _architecture(published: Mapping[str, Any], record: Mapping[str, Any]) -> Fa
         attention += f", {sliding} sliding with a window of {published['sliding_window']}"
     size = nested["block_size"]
     heads = f"{published['num_attention_heads']} query and {published['num_key_value_heads']} key heads"
-    kernel = f"{nested['conv_kernel_size']} tokens, groups of {nested['conv_group_size']} channels"
+    kernel = selector = "none"
+    if "conv_kernel_size" in nested:
+        kernel = f"{nested['conv_kernel_size']} tokens, groups of {nested['conv_group_size']} channels"
+        selector = f"top {nested['selector_top_k']}, rank {nested['selector_rank']}"
     rope = published.get("rope_parameters") or {}
     target = f"{published['num_target_layers']} layers, hidden size {published['hidden_size']:,}"
     return (
-        ("target", f"{record['target']['name']} ({target}, vocabulary {published['vocab_size']:,})"),
+        ("target", f"{shown(record['target']['name'])} ({target}, vocabulary {published['vocab_size']:,})"),
         ("drafter layers", f"{published['num_hidden_layers']} ({attention})"),
         ("parameters", dig(record, "export", "parameters")),
         ("weights", dig(record, "export", "dtype")),
@@ -109,12 +113,17 @@ def _architecture(published: Mapping[str, Any], record: Mapping[str, Any]) -> Fa
         ("feed-forward size", published["intermediate_size"]),
         ("taps (0-based target layers)", nested["target_layer_ids"]),
         ("block size", f"{size}: the anchor and {size - 1} drafted tokens"),
-        ("mask token id", f"{nested['mask_token_id']}, with a learned vector in `{MASK}`"),
+        ("mask token id", f"{nested['mask_token_id']}, {_mask_slots(record)}"),
         ("convolution", kernel),
-        ("selector", f"top {nested['selector_top_k']}, rank {nested['selector_rank']}"),
+        ("selector", selector),
         ("positions", f"up to {published['max_position_embeddings']:,}, rope theta {rope.get('rope_theta')}"),
         ("embedding and head", _tables(record)),
     )
+
+
+def _mask_slots(record: Mapping[str, Any]) -> str:
+    origin = dig(record, "conversion", "mask_slots")
+    return f"with a learned vector in `{MASK}`" if origin is None else f"its slots take {origin}"
 
 
 def _tables(record: Mapping[str, Any]) -> str:
@@ -236,7 +245,8 @@ def prompt_rows(record: Mapping[str, Any], split: str) -> list[tuple[str, object
     ]
 
 
-def _files(hashes: Mapping[str, str]) -> list[str]:
+def files_lines(hashes: Mapping[str, str]) -> list[str]:
+    """The section that lists the files of the folder."""
     rows = [(f"`{name}`", f"`{digest}`") for name, digest in sorted(hashes.items()) if name != CARD]
     return [
         "## Files",
@@ -267,7 +277,7 @@ def card_text(published: Mapping[str, Any], record: Mapping[str, Any], hashes: M
             "one pass, and the output keeps the target's own distribution. It is no language model by itself.",
             "",
         ],
-        ["## Architecture", "", *table(("", ""), _architecture(published, record))],
+        ["## Architecture", "", *table(("", ""), architecture_facts(published, record))],
         serving_lines(
             published,
             target["hub_id"] or target["name"],
@@ -279,7 +289,7 @@ def card_text(published: Mapping[str, Any], record: Mapping[str, Any], hashes: M
         ["## Training", "", *table(("", ""), _training(record))],
         ["### Prompts", "", *table(("source", "licence", "prompts", "terms"), prompt_rows(record, "train"))],
         [f"All that is needed to repeat the run stands in `{RECORD}`: configuration, code, versions, data hashes.", ""],
-        _files(hashes),
+        files_lines(hashes),
         [
             "## Licence",
             "",

@@ -28,6 +28,7 @@ from dflash2_train.export.gguf_tokenizer import add_tokenizer
 from dflash2_train.export.gguf_types import GgufError, gguf_package
 from dflash2_train.export.gguf_write import file_bits_per_value, write_gguf
 from dflash2_train.export.payload import CONFIG, GGUF_RECORD, MASK, TOOL, read_json
+from dflash2_train.export.record import read_record
 from dflash2_train.export.run import export_checkpoint
 from dflash2_train.provenance import (
     atomic_write_json,
@@ -57,10 +58,9 @@ def export_gguf(config: RunConfig) -> Path:
         UserError: no source, one that cannot be converted, a file of somebody else's in the way, or a written file
             that is not what was meant. Files that were there stay.
     """
-    settings = config.export.gguf
     gguf_package()  # its absence is told before anything is exported
     out_dir = gguf_folder(config)
-    folder = DrafterFolder(export_checkpoint(config) if settings.source is None else absolute(settings.source))
+    folder = opened_source(config)
     check_target(folder, open_target_config(config.target))
     source = source_record(folder, config)
     previous = previous_record(out_dir)
@@ -80,6 +80,15 @@ def export_gguf(config: RunConfig) -> Path:
     for line in table_lines(files, comparison):
         logger.info("%s", line)
     return out_dir
+
+
+def opened_source(config: RunConfig) -> DrafterFolder:
+    """The drafter to convert: a named folder, else the export of the checkpoint, which was read and hashed just now."""
+    named = config.export.gguf.source
+    if named is not None:
+        return DrafterFolder(absolute(named))
+    exported = export_checkpoint(config)
+    return DrafterFolder(exported, hashes=read_record(exported)["files"])
 
 
 def gguf_folder(config: RunConfig) -> Path:
@@ -200,12 +209,12 @@ def write_file(
         num_tokens=folder.shape.vocab_size,
         mask_id=folder.shape.mask_token_id,
     )
-    write_gguf(path, file_entries(config, folder, kind), plan, tokenizer)
+    digest = write_gguf(path, file_entries(config, folder, kind), plan, tokenizer, sources=folder.weights_by_path)
     stored = Counter(tensor.kind for tensor in plan)
     listed = ", ".join(f"{count} {name}" for name, count in stored.items())
     logger.info("wrote %s: %.1f MiB, %d tensors (%s)", path, path.stat().st_size / 2**20, len(plan), listed)
     return {
-        "sha256": sha256_file(path),
+        "sha256": digest,
         "bytes": path.stat().st_size,
         "type": kind,
         "tensors": len(plan),

@@ -25,7 +25,7 @@ from dflash2_train.export.gguf_types import GgufError, decode, gguf_package
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import EMBEDDING, HEAD, DrafterShape
 
-PIECE_VALUES = 1 << 22  # values decoded at a time: 16 MiB in fp32
+PIECE_VALUES = 1 << 20  # values encoded or decoded at a time: 4 MiB in fp32, which the processor's cache holds
 _COUNTED_KEYS = (TOKENS_KEY, "tokenizer.ggml.merges", "tokenizer.ggml.token_type", "tokenizer.ggml.scores")
 
 
@@ -36,6 +36,7 @@ class GgufTensor:
     name: str
     shape: tuple[int, ...]  # as torch has it: the reverse of the file's order
     kind: str  # ggml's name of the storage type
+    start: int  # its first byte, counted from the start of the file
     num_bytes: int
 
 
@@ -63,6 +64,7 @@ class GgufFile:
                 name=name,
                 shape=tuple(int(size) for size in reversed(tensor.shape.tolist())),
                 kind=tensor.tensor_type.name,
+                start=int(tensor.data_offset),
                 num_bytes=int(tensor.n_bytes),
             )
             for name, tensor in self._stored.items()

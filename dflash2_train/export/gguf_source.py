@@ -6,13 +6,13 @@ Nothing is held: a tensor is read from its safetensors file in runs of rows, whe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+import torch
 from torch import Tensor
 
 from dflash2_train.config import GgufConfig, TargetConfig
@@ -28,6 +28,7 @@ from dflash2_train.export.payload import (
     read_mask_embedding,
     tensor_faults,
 )
+from dflash2_train.export.tensor_file import TensorFile
 from dflash2_train.export.weight_files import WeightFiles
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import EMBEDDING, HEAD, DrafterShape
@@ -45,31 +46,31 @@ class SourceTensor:
     row: int | None = None
     row_values: Tensor | None = None  # [m]
 
-    def pieces(self) -> Iterator[Tensor]:
-        """Whole rows [n, m] at a time, in the stored dtype; a vector is one row.
+    def pieces(self, file: TensorFile | None = None) -> Iterator[Tensor]:
+        """Whole rows [n, m] at a time, in the stored dtype, not to be changed in place; a vector is one row.
+
+        Args:
+            file: ``path``, opened by one who reads it in its order and wants its sha256; None = opened here.
 
         Raises:
             GgufError: a value that is not finite.
+            TensorFileError: the file went away or was cut meanwhile.
         """
-        width = self.shape[-1]
-        step = max(1, PIECE_VALUES // width)
-        with safe_open(self.path, framework="pt") as file:
-            matrix = len(self.shape) == 2
-            # norms and convolution bases are small: some thousand values, read at once
-            stored = file.get_slice(self.key) if matrix else file.get_tensor(self.key).reshape(-1, width)
-            num_rows = self.shape[0] if matrix else len(stored)
-            for start in range(0, num_rows, step):
-                yield self._checked(self._with_row(stored[start : start + step], start))
+        width, start = self.shape[-1], 0
+        for values in (file or TensorFile(self.path)).pieces(self.key, max(1, PIECE_VALUES // width) * width):
+            rows = values.view(-1, width)
+            yield self._checked(self._with_row(rows, start))
+            start += len(rows)
 
     def _with_row(self, rows: Tensor, start: int) -> Tensor:
         if self.row is None or self.row_values is None or not start <= self.row < start + len(rows):
             return rows
-        rows = rows.clone()  # the slice may be the mapped file itself
+        rows = rows.clone()  # what was read is on its way into the hash
         rows[self.row - start] = self.row_values.to(rows.dtype)
         return rows
 
     def _checked(self, rows: Tensor) -> Tensor:
-        if not bool(rows.isfinite().all()):
+        if not bool(torch.stack(torch.aminmax(rows)).isfinite().all()):  # NaN where any value is
             raise GgufError(f"{self.path}: {self.key} holds values that are not finite. Use another checkpoint.")
         return rows
 
@@ -101,14 +102,16 @@ class DrafterFolder:
         folder: with ``config.json`` and weights, in one file or in shards; ``mask_embedding.pt`` where the drafter has
             a learned mask vector. Beside the 6 + 15 L tensors the weights may hold ``embed_tokens.weight`` and
             ``lm_head.weight``.
+        hashes: file name -> sha256 that was computed a moment ago; None = nobody has read the files yet.
 
     Raises:
         GgufError: a file is missing or damaged, a tensor is missing, unknown or wrong, or llama.cpp would refuse the
             drafter.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, hashes: Mapping[str, str] | None = None) -> None:
         self.folder = Path(folder)
+        self._known = hashes or {}
         try:
             self.config: dict[str, Any] = read_json(self.folder / CONFIG)
             self.shape = DrafterShape.from_published(self.config)
@@ -126,8 +129,13 @@ class DrafterFolder:
 
     @cached_property
     def weights_hashes(self) -> dict[str, str]:
-        """Name -> hex sha256 of every weights file."""
-        return {path.name: sha256_file(path) for path in self.weights.paths}
+        """Name -> hex sha256 of every weights file, which whoever converts them finds again or refuses."""
+        return {path.name: self._known.get(path.name) or sha256_file(path) for path in self.weights.paths}
+
+    @property
+    def weights_by_path(self) -> dict[Path, str]:
+        """Weights file -> hex sha256."""
+        return {path: self.weights_hashes[path.name] for path in self.weights.paths}
 
     @property
     def weights_sha256(self) -> str:
@@ -168,10 +176,12 @@ class DrafterFolder:
         )
 
     def plan(self, kind: str, settings: GgufConfig, embedding: SourceTensor | None) -> list[PlannedTensor]:
-        """Every tensor of a file of type ``kind``, in the order in which they are written."""
-        sources = {name: self.source(name) for name in self.expected if name != EMBEDDING}
+        """Every tensor of a file of type ``kind``, in the order in which the weights have them."""
+        sources = {name: self.source(name) for name in self.weights.header}
         if embedding is not None:
             sources[EMBEDDING] = embedding
+        else:
+            sources.pop(EMBEDDING, None)
         planned = []
         for published, source in sources.items():
             name = gguf_name(published)

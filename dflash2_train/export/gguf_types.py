@@ -19,6 +19,7 @@ from dflash2_train.config import UserError
 if TYPE_CHECKING:
     import numpy
 
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _HALF_ULP = {"BF16": 2.0**-8, "F16": 2.0**-11}  # of round to nearest, relative to the value
 _F16_FLOOR = 2.0**-25  # half the distance between the smallest fp16 numbers
 # Scale of a block = its largest magnitude / steps. Rounded values lie half a step away at most; where the range is
@@ -58,15 +59,11 @@ def encode(values: Tensor, kind: str, name: str) -> numpy.ndarray[Any, Any]:
     Raises:
         GgufError: a value is too large for F16.
     """
-    if kind == "F32":
-        return values.float().contiguous().view(torch.uint8).numpy()
-    if kind == "BF16":
-        return values.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
-    if kind == "F16":
-        half = values.to(torch.float16)
-        if not bool(half.isfinite().all()):
+    if kind in PLAIN:
+        cast = values.to(PLAIN[kind])
+        if kind == "F16" and not bool(cast.isfinite().all()):
             raise GgufError(f"{name}: a value of {float(values.abs().max()):.3g} does not fit F16. Choose BF16.")
-        return half.contiguous().view(torch.uint8).numpy()
+        return cast.contiguous().view(torch.uint8).numpy()
     gguf = gguf_package()
     packed: numpy.ndarray[Any, Any] = gguf.quantize(values.float().numpy(), gguf.GGMLQuantizationType[kind])
     return packed
@@ -83,10 +80,8 @@ def decode(stored: numpy.ndarray[Any, Any], kind: str) -> Tensor:
         GgufError: the package does not read this type.
     """
     raw = stored.copy().view("uint8")  # a mapped file is read-only, and torch would warn
-    if kind == "F32":
-        return torch.from_numpy(raw).view(torch.float32)
-    if kind in ("F16", "BF16"):
-        return torch.from_numpy(raw).view(torch.float16 if kind == "F16" else torch.bfloat16).float()
+    if kind in PLAIN:
+        return torch.from_numpy(raw).view(PLAIN[kind]).float()
     gguf = gguf_package()
     try:
         return torch.from_numpy(gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]))

@@ -1,18 +1,20 @@
 """Writing one GGUF file, and holding the written file against what it was made from before it gets its name.
 
 Header and keys go through the ``gguf`` package; the values of a tensor are read, encoded and appended a few rows at a
-time, so memory does not grow with the drafter. Then the file is opened as any reader would open it: every key with its
-type, every tensor's name, shape and storage type, and every value within what its type may lose.
+time, so memory does not grow with the drafter. What was encoded is decoded again at once, and no value may be further
+from its own than its type allows. Then the file is opened as any reader would open it: every key with its type, every
+tensor's name, shape, storage type and place, and the sha256 of all its bytes is that of what was handed to the system.
+So a source is read once, and so is the result.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,8 +27,14 @@ from dflash2_train.export.gguf_layout import (
 )
 from dflash2_train.export.gguf_read import GgufFile
 from dflash2_train.export.gguf_source import PlannedTensor
-from dflash2_train.export.gguf_types import GgufError, encode, error_bound, gguf_package
-from dflash2_train.provenance import publish
+from dflash2_train.export.gguf_types import PLAIN, GgufError, decode, encode, error_bound, gguf_package
+from dflash2_train.export.hashed_writer import HashedWriter
+from dflash2_train.export.tensor_file import TensorFile
+from dflash2_train.export.workspace import workspace
+from dflash2_train.provenance import publish, sha256_file
+
+if TYPE_CHECKING:
+    import numpy
 
 
 def write_gguf(
@@ -34,32 +42,48 @@ def write_gguf(
     entries: dict[str, Entry],
     tensors: Sequence[PlannedTensor],
     add_tokenizer: Callable[[Any], None],
-) -> None:
+    *,
+    sources: Mapping[Path, str],
+) -> str:
     """Write, check and publish a file; an earlier one of that name stays until the new one is whole.
 
     Args:
         path: final name.
         entries: whole key -> value, ``general.architecture`` and tokenizer excepted.
-        tensors: in the order to write.
+        tensors: in the order to write, which is best that of the files they are read from.
         add_tokenizer: gives the writer its tokenizer keys.
+        sources: file -> sha256 that it must have, of those that ``tensors`` are read from.
+
+    Returns:
+        Hex sha256 of the file.
 
     Raises:
-        GgufError: values that cannot be stored, or a written file that is not what was meant.
+        GgufError: values that cannot be stored, a source that is not the one meant, or a written file that is not what
+            was meant.
+        ExportError: another process writes it, or the system refused to.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    writer = gguf_package().GGUFWriter(None, ARCHITECTURE)
-    try:
-        _add_entries(writer, entries)
-        add_tokenizer(writer)
-        for tensor in tensors:
-            _announce(writer, tensor)
-        _write(writer, temporary, tensors)
-        check_written(temporary, writer.kv_data[0], tensors)
+    with workspace(path) as space:
+        temporary = space / path.name
+        writer = gguf_package().GGUFWriter(None, ARCHITECTURE)
+        try:
+            _add_entries(writer, entries)
+            add_tokenizer(writer)
+            for tensor in tensors:
+                _announce(writer, tensor)
+            written = _write(writer, temporary, tensors, sources)
+        finally:
+            writer.close()
+        check_written(temporary, writer.kv_data[0], tensors, written)
         publish(temporary, path)
-    finally:
-        writer.close()
-        temporary.unlink(missing_ok=True)
+    return written.sha256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What was handed to the system."""
+
+    sha256: str
+    starts: dict[str, int]  # tensor -> its first byte
 
 
 def _add_entries(writer: Any, entries: dict[str, Entry]) -> None:
@@ -82,33 +106,68 @@ def _announce(writer: Any, tensor: PlannedTensor) -> None:
     writer.add_tensor_info(tensor.name, size, numpy.dtype("uint8"), math.prod(size), raw_dtype=kinds[tensor.kind])
 
 
-def _write(writer: Any, path: Path, tensors: Iterable[PlannedTensor]) -> None:
+def _write(writer: Any, path: Path, tensors: Sequence[PlannedTensor], sources: Mapping[Path, str]) -> Written:
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     (file,) = writer.fout
-    for tensor in tensors:
-        writer.write_padding(file, file.tell())  # each tensor starts on a multiple of the alignment
-        for rows in tensor.source.pieces():
-            file.write(encode(rows, tensor.kind, tensor.published).data)  # tofile would hide a full disk's errno
-    writer.write_padding(file, file.tell())
-    writer.close()
+    file.flush()
+    readers: dict[Path, TensorFile] = {}
+    starts: dict[str, int] = {}
+    with HashedWriter(file, path.read_bytes()) as out:
+        for tensor in tensors:
+            writer.write_padding(out, file.tell())  # each tensor starts on a multiple of the alignment
+            starts[tensor.name] = file.tell()
+            source = tensor.source
+            if source.path not in readers:
+                readers[source.path] = TensorFile(source.path)
+            for rows in source.pieces(readers[source.path]):
+                out.write(_encoded(rows, tensor).data)  # tofile would hide a full disk's errno
+        writer.write_padding(out, file.tell())
+        refuse_changed(readers, sources)
+        return Written(sha256=out.sha256(), starts=starts)
 
 
-def check_written(path: Path, fields: dict[str, Any], tensors: Sequence[PlannedTensor]) -> None:
-    """Hold a file against the keys and tensors that it was to have.
+def _encoded(rows: Tensor, tensor: PlannedTensor) -> numpy.ndarray[Any, Any]:
+    """Rows [n, m] as they are stored, once every value reads back within what its type may lose."""
+    packed = encode(rows, tensor.kind, tensor.published)
+    if PLAIN.get(tensor.kind) is rows.dtype:  # the very bytes
+        return packed
+    error = (decode(packed, tensor.kind).view_as(rows) - rows.float()).abs()
+    if not bool((error <= error_bound(rows, tensor.kind)).all()):  # so that NaN counts as bad
+        raise GgufError(
+            f"{tensor.published}: a value read back as {tensor.kind} is further from its own than this type allows. "
+            "Choose another type, and report it: the gguf package or this one encodes it wrongly."
+        )
+    return packed
+
+
+def refuse_changed(readers: Mapping[Path, TensorFile], sources: Mapping[Path, str]) -> None:
+    """Raise GgufError where a file's bytes, as they were read, are not those of the file that was meant."""
+    for path, digest in sources.items():
+        if path in readers and readers[path].sha256() != digest:
+            raise GgufError(
+                f"{path}: its bytes are not those that were hashed before: it is damaged or was written to meanwhile. "
+                "No file is made of it. Run the same command again."
+            )
+
+
+def check_written(path: Path, fields: dict[str, Any], tensors: Sequence[PlannedTensor], written: Written) -> None:
+    """Hold a file against the keys, tensors and bytes that it was to have.
 
     Args:
         path: the file.
         fields: key -> ``gguf.GGUFValue``, as the writer had them.
-        tensors: the plan; the sources are read once more.
+        tensors: the plan.
+        written: what was handed to the system.
 
     Raises:
         GgufError: lists up to ten differences.
     """
     file = GgufFile(path)
-    differences = chain(_key_differences(file, fields), _tensor_differences(file, tensors))
-    found = [line for _, line in zip(range(10), differences, strict=False)]
+    found = list(islice(chain(_key_differences(file, fields), _tensor_differences(file, tensors, written)), 10))
+    if not found and sha256_file(path) != written.sha256:
+        found = ["its bytes are not those that were written"]
     if found:
         listed = "\n  ".join(found)
         raise GgufError(f"{path}: read back, the file is not what was written. Check the disk.\n  {listed}")
@@ -138,7 +197,7 @@ def _same(found: Any, meant: Any, kind: str) -> bool:
     return bool(found == (list(meant) if kind.startswith("ARRAY") else meant))
 
 
-def _tensor_differences(file: GgufFile, tensors: Sequence[PlannedTensor]) -> Iterable[str]:
+def _tensor_differences(file: GgufFile, tensors: Sequence[PlannedTensor], written: Written) -> Iterable[str]:
     names = {tensor.name for tensor in tensors}
     yield from (f"{name}: not written by us" for name in sorted(file.tensors.keys() - names))
     for tensor in tensors:
@@ -147,26 +206,8 @@ def _tensor_differences(file: GgufFile, tensors: Sequence[PlannedTensor]) -> Ite
             yield f"{tensor.name}: missing"
         elif (found.shape, found.kind) != (tensor.shape, tensor.kind):
             yield f"{tensor.name}: {found.kind} {list(found.shape)}, meant {tensor.kind} {list(tensor.shape)}"
-        else:
-            yield from _value_differences(file, tensor)
-
-
-def _value_differences(file: GgufFile, tensor: PlannedTensor) -> Iterable[str]:
-    """At most one line: where a value lies further from its own than its type allows."""
-    start = 0
-    for stored, rows in zip(file.pieces(tensor.name), tensor.source.pieces(), strict=True):
-        wrong = _outside(stored, rows, tensor.kind)
-        if wrong is not None:
-            yield f"{tensor.name}: row {start + wrong} is further from its values than {tensor.kind} allows"
-            return
-        start += len(rows)
-
-
-def _outside(stored: Tensor, rows: Tensor, kind: str) -> int | None:
-    """The first row of [n, m] that lies outside the bound of its type, or None."""
-    error = (stored - rows.float()).abs()
-    bad = ~(error <= error_bound(rows, kind)).all(-1)  # so that NaN counts as bad
-    return int(bad.nonzero()[0]) if bool(bad.any()) else None
+        elif found.start != written.starts[tensor.name]:
+            yield f"{tensor.name}: begins at byte {found.start}, written at byte {written.starts[tensor.name]}"
 
 
 def file_bits_per_value(tensors: Sequence[PlannedTensor]) -> float:

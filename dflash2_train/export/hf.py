@@ -13,9 +13,6 @@ header and offsets are seen by a reader alone. It goes on while the system still
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,42 +20,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash2_train.config import RunConfig, UserError
-from dflash2_train.export.doctor import ERROR, Finding
+from dflash2_train.config import RunConfig
 from dflash2_train.export.doctor.examine import examine
+from dflash2_train.export.doctor.findings import refuse_errors
 from dflash2_train.export.doctor.opened import OpenedDrafter
 from dflash2_train.export.doctor.target_facts import TargetFacts
 from dflash2_train.export.payload import (
     CONFIG,
     MASK,
-    RECORD,
-    TOOL,
     read_json,
     read_mask_embedding,
     tensor_faults,
 )
+from dflash2_train.export.published import expected_tensors, shape_of
 from dflash2_train.export.record import write_papers
 from dflash2_train.export.weight_files import TABLES, WeightFiles, table_shapes
 from dflash2_train.export.weight_sources import MASK_PARAMETER, ModuleWeights, TableWeights, WeightSource
-from dflash2_train.export.weight_writer import write_weights
+from dflash2_train.export.weight_writer import shard_bytes, write_weights
+from dflash2_train.export.workspace import ExportError, check_replaceable, real_path, replace_folder, workspace
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
-from dflash2_train.provenance import atomic_write_json, fsync_path, publish
+from dflash2_train.provenance import atomic_write_json, fsync_path
 from dflash2_train.target import FrozenHead, TargetInfo, torch_dtype
 
 logger = logging.getLogger(__name__)
-GIB = 2**30
-
-
-class ExportError(UserError):
-    """A drafter that cannot be exported, or a folder that must not be replaced; the text says what to do."""
 
 
 def load_drafter(folder: Path, dtype: torch.dtype | str) -> Drafter:
     """The drafter in an exported folder, nothing guessed and nothing filled in.
 
     Tables of its own (see :mod:`dflash2_train.export.weight_files`) are checked for shape and not taken: who runs this
-    drafter embeds with the target's.
+    drafter embeds with the target's. A DFlash 1 comes with convolutions and a selector that add nothing
+    (:func:`dflash2_train.export.published.shape_of`).
 
     Args:
         folder: with ``config.json``, the weights in one file or in shards, and ``mask_embedding.pt``.
@@ -69,14 +62,14 @@ def load_drafter(folder: Path, dtype: torch.dtype | str) -> Drafter:
             unusable configuration; the text names it.
     """
     folder = Path(folder)
-    shape = DrafterShape.from_published(read_json(folder / CONFIG))
     weights = WeightFiles(folder)
-    expected = Drafter.expected_tensors(shape)
+    shape, generation = shape_of(read_json(folder / CONFIG), weights.header)
+    expected = expected_tensors(shape, generation)
     tables = {name: size for name, size in table_shapes(shape).items() if name in weights.header}
     faults = tensor_faults(weights.header, {**expected, **tables})
     if faults:
         listed = "\n  ".join(faults)
-        raise ValueError(f"{weights.paths[0]} is not a DFlash 2 drafter of its config.json:\n  {listed}")
+        raise ValueError(f"{weights.paths[0]} is not the drafter of its config.json:\n  {listed}")
     if tables:
         logger.warning(
             "%s: its own %s are not used, the target's are; where they differ, vLLM drafts otherwise",
@@ -140,27 +133,20 @@ def export_hf(
         ``out_dir``.
 
     Raises:
-        ExportError: the folder is somebody else's, cannot be written, or breaks a rule. An earlier export stays.
+        ExportError: the folder is somebody else's, is being written, cannot be written, or breaks a rule. An earlier
+            export stays.
     """
     source = _module_weights(drafter) if isinstance(drafter, Drafter) else drafter
     source = with_tables(source, config)
-    final = Path(out_dir)
-    check_replaceable(final)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
-    try:
+    final = real_path(out_dir)
+    with workspace(final) as space:
+        check_replaceable(final)
+        temporary = space / final.name
         temporary.mkdir()
         _write_folder(temporary, source, config, target_info, run_record=run_record, dtype=dtype)
         replace_folder(temporary, final)
-    except OSError as error:
-        raise ExportError(
-            f"{final}: could not be written ({error}). Nothing half-written stays and an earlier export is kept; mend "
-            "what the message says and run the same command again."
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    logger.info("exported the drafter and its mask vector to %s", final)
-    return final
+    logger.info("exported the drafter and its mask vector to %s", out_dir)
+    return Path(out_dir)
 
 
 def _write_folder(
@@ -184,7 +170,8 @@ def _write_folder(
         examined = examine(folder, target=TargetFacts.of(target_info))
         if examined.subject is not None:
             refuse_difference(examined.subject, source.shape, mask, hashes)
-        refuse_faults(examined.findings)
+        refusal = "the exported drafter would not serve as trained, so it is not published"
+        refuse_errors(examined.findings, refusal, ExportError)
         for done in flushed:
             done.result()
 
@@ -205,19 +192,7 @@ def write_tensors(
     shapes = Drafter.expected_tensors(source.shape)
     if isinstance(source, TableWeights):
         shapes |= {name: tuple(table.shape) for name, table in source.tables.items()}
-    max_bytes = None if max_shard_gib is None else int(max_shard_gib * GIB)
-    return write_weights(folder, shapes, source.read, dtype=dtype, max_bytes=max_bytes)
-
-
-def refuse_faults(findings: Sequence[Finding]) -> None:
-    """Raise ExportError for the doctor's errors; log its warnings."""
-    errors = [finding for finding in findings if finding.severity == ERROR]
-    for finding in findings:
-        if finding.severity != ERROR:
-            logger.warning("export: %s", finding)
-    if errors:
-        listed = "\n  ".join(map(str, errors))
-        raise ExportError(f"the exported drafter would not serve as trained, so it is not published:\n  {listed}")
+    return write_weights(folder, shapes, source.read, dtype=dtype, max_bytes=shard_bytes(max_shard_gib))
 
 
 def refuse_difference(drafter: OpenedDrafter, shape: DrafterShape, mask: Tensor, hashes: dict[str, str]) -> None:
@@ -238,49 +213,3 @@ def refuse_difference(drafter: OpenedDrafter, shape: DrafterShape, mask: Tensor,
     if different:
         listed = ", ".join(different)
         raise ExportError(f"read back, these files differ from what was written: {listed}. Check the disk.")
-
-
-def _replaced_name(final: Path) -> Path:
-    """Where the previous export waits while its successor is renamed."""
-    return final.with_name(f".{final.name}.replaced")
-
-
-def check_replaceable(final: Path) -> None:
-    """Refuse to touch a folder that no export wrote; bring back one that a crash left aside.
-
-    Raises:
-        ExportError: ``final`` is a file, or a folder with content but without this tool's record.
-    """
-    aside = _replaced_name(final)
-    if aside.exists() and not final.exists():
-        os.replace(aside, final)
-    if not final.exists():
-        return
-    if not final.is_dir():
-        raise ExportError(f"export.output_dir={final}: is a file. Choose another folder.")
-    if not any(final.iterdir()):
-        return
-    ours = (final / RECORD).exists() and read_json(final / RECORD).get("tool") == TOOL
-    if not ours:
-        raise ExportError(
-            f"export.output_dir={final}: has files that no export wrote (no {RECORD} of {TOOL}) and is left as it is. "
-            "Choose another folder or move that one away."
-        )
-
-
-def replace_folder(temporary: Path, final: Path) -> None:
-    """Publish ``temporary`` as ``final``; a previous export is set aside first and removed last."""
-    aside = _replaced_name(final)
-    if aside.exists():
-        shutil.rmtree(aside)
-    if final.exists():
-        os.replace(final, aside)
-        fsync_path(final.parent)
-    try:
-        publish(temporary, final)
-    except OSError:
-        if aside.exists():
-            os.replace(aside, final)
-        raise
-    if aside.exists():
-        shutil.rmtree(aside)

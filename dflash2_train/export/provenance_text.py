@@ -103,7 +103,8 @@ def _warm_start(training: Any) -> list[str]:
     return lines
 
 
-def _evaluations(record: Mapping[str, Any]) -> list[str]:
+def evaluation_text(record: Mapping[str, Any]) -> list[str]:
+    """What was measured with these files, a line for each report and its hash."""
     entries = record.get("evaluations") or []
     if not entries:
         return ["evaluations: none recorded"]
@@ -141,7 +142,7 @@ def provenance_text(record: Mapping[str, Any], hashes: Mapping[str, str]) -> str
         "",
         *_training(record),
         "",
-        *_evaluations(record),
+        *evaluation_text(record),
         "",
         "Everything else that is needed to repeat it, every setting included: run.json.",
         "",

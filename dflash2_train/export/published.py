@@ -130,6 +130,25 @@ def completed(config: Mapping[str, Any], second: Mapping[str, int]) -> dict[str,
     }
 
 
+def shape_of(config: Mapping[str, Any], names: Iterable[str] = ()) -> tuple[DrafterShape, int]:
+    """A drafter's shape and its generation.
+
+    A DFlash 1 gets the smallest convolution and selector that there are; a fresh :class:`Drafter` has them as exact
+    no-ops, so it computes what the DFlash 1 computes and its selector walks the best unary token of each slot.
+
+    Args:
+        config: published ``config.json``.
+        names: of the tensors, which also tell the generation.
+
+    Raises:
+        ValueError: as :meth:`DrafterShape.from_published`.
+    """
+    generation = generation_of(config, names)
+    whole = int(config.get("hidden_size") or 1)  # one kernel for all channels
+    smallest = dict(zip(SECOND_KEYS, (1, whole, 1, 2), strict=True))
+    return DrafterShape.from_published(config if generation == 2 else completed(config, smallest)), generation
+
+
 def expected_tensors(shape: DrafterShape, generation: int) -> dict[str, tuple[int, ...]]:
     """Published name -> shape of a drafter's tensors; of a DFlash 1 without those that it lacks."""
     expected = Drafter.expected_tensors(shape)

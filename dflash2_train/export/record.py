@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from dflash2_train.config import RunConfig, UserError, absolute, to_plain
+from dflash2_train.export import converted_text
 from dflash2_train.export.card import card_text
 from dflash2_train.export.payload import CARD, CONFIG, MASK, PROVENANCE, PULLED, RECORD, TOOL, read_header, read_json
 from dflash2_train.export.provenance_text import provenance_text
@@ -92,11 +93,20 @@ def finish_papers(folder: Path, record: dict[str, Any], *, known: Mapping[str, s
     record = {key: value for key, value in record.items() if key not in ("files", SELF)}
     known = known or {}
     hashes = dict(sorted({**hash_files(folder, leave_out=(*PAPERS, *known)), **known}.items()))
-    atomic_write_text(folder / CARD, card_text(read_json(folder / CONFIG), record, hashes))
-    atomic_write_text(folder / PROVENANCE, provenance_text(record, hashes))
-    record["files"] = {**hashes, **{name: sha256_file(folder / name) for name in (CARD, PROVENANCE)}}
+    texts = paper_texts(read_json(folder / CONFIG), record, hashes)
+    for name, text in texts.items():
+        atomic_write_text(folder / name, text)
+    record["files"] = {**hashes, **{name: sha256_file(folder / name) for name in texts}}
     record[SELF] = sha256_json(record)
     atomic_write_json(folder / RECORD, record)
+
+
+def paper_texts(published: dict[str, Any], record: dict[str, Any], hashes: Mapping[str, str]) -> dict[str, str]:
+    """File name -> text of card and PROVENANCE.txt; a folder in another tool's layout gets no card of this one."""
+    if "conversion" not in record:
+        return {CARD: card_text(published, record, hashes), PROVENANCE: provenance_text(record, hashes)}
+    card = {CARD: converted_text.card_text(published, record, hashes)} if "dflash_config" in published else {}
+    return {**card, PROVENANCE: converted_text.provenance_text(record, hashes)}
 
 
 def hash_files(folder: Path, *, leave_out: tuple[str, ...]) -> dict[str, str]:

@@ -15,9 +15,9 @@ from typing import Any
 from dflash2_train.config import RunConfig, UserError, absolute
 from dflash2_train.export.evaluation_passes import EvaluationError
 from dflash2_train.export.evaluations import add_evaluations, read_report, refuse_other_drafter, summarise
-from dflash2_train.export.hf import check_replaceable, replace_folder
-from dflash2_train.export.payload import RECORD
+from dflash2_train.export.payload import CARD, RECORD
 from dflash2_train.export.record import changed_files, finish_papers, read_record
+from dflash2_train.export.workspace import check_replaceable, real_path, replace_folder, workspace
 from dflash2_train.provenance import sha256_file
 
 logger = logging.getLogger(__name__)
@@ -38,19 +38,20 @@ def rewrite_papers(folder: Path, reports: list[Path], *, repo_id: str | None = N
     Raises:
         UserError: not our export, files changed since, or a report that is none or of another drafter.
     """
-    if not folder.exists():
-        check_replaceable(folder)  # brings back a folder that a crash left aside
-    record = read_record(folder)
-    refuse_changed(folder, record)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
+    folder = real_path(folder)
+    if not folder.parent.is_dir():
+        read_record(folder)  # says that there is none; a workspace would make the parent
+    with workspace(folder) as space:
+        if not folder.exists():
+            check_replaceable(folder)  # brings back a folder that a crash left aside
+        record = read_record(folder)
+        refuse_changed(folder, record)
+        temporary = space / folder.name
         shutil.copytree(folder, temporary, copy_function=_link)
         added = add_evaluations(temporary, record, reports)
         record["repo_id"] = repo_id or record.get("repo_id")
         finish_papers(temporary, record)
         replace_folder(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return added
 
 
@@ -62,10 +63,10 @@ def refuse_changed(folder: Path, record: dict[str, Any]) -> None:
             f"{folder}: {', '.join(changed)} changed after the export, and new papers would hide that. "
             "Restore the files, or export again."
         )
-    if "conversion" in record:
-        raise UserError(f"{folder}: is a converted drafter and has no card of this project. Its maker's card holds.")
     if "target" not in record:
-        raise UserError(f"{folder / RECORD}: is of an earlier version. Export the checkpoint again, then add reports.")
+        raise UserError(f"{folder / RECORD}: is of an earlier version. Export or convert again, then add reports.")
+    if CARD not in record["files"]:
+        raise UserError(f"{folder}: is in another tool's layout and has no card of this one. Its maker's card holds.")
 
 
 def _link(source: str, target: str) -> None:

@@ -12,9 +12,10 @@ from dflash2_train.export import payload
 from dflash2_train.export.doctor import ERROR, check_config, check_folder
 from dflash2_train.export.gguf_layout import shape_faults
 from dflash2_train.export.gguf_types import gguf_package
-from dflash2_train.export.hf import ExportError, export_hf, published_config
+from dflash2_train.export.hf import export_hf, published_config
 from dflash2_train.export.history import training_facts
 from dflash2_train.export.weight_sources import CheckpointWeights, checkpoint_source
+from dflash2_train.export.workspace import ExportError
 from dflash2_train.model.drafter_config import DrafterShape
 from dflash2_train.provenance import public_value, run_record, sha256_json
 from dflash2_train.target import open_target_config

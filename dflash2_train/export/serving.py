@@ -35,24 +35,40 @@ def serving_commands(target: str, drafter: str, block_size: int) -> dict[str, st
     }
 
 
-def server_notes(published: Mapping[str, Any], *, mask_folded: bool = False) -> dict[str, str]:
-    """Server -> what it makes of this drafter; acceptance is where the differences show."""
+def server_notes(
+    published: Mapping[str, Any], *, mask_folded: bool = False, targets_mask: bool = False
+) -> dict[str, str]:
+    """Server -> what it makes of this drafter; acceptance is where the differences show.
+
+    Args:
+        published: content of ``config.json``.
+        mask_folded: the folder has an embedding of its own with the mask vector in its row.
+        targets_mask: mask slots take the target's own row, with ``mask_embedding.pt`` or without it.
+    """
     sliding = "sliding_attention" in published["layer_types"]
     causal = " Builds before PR 34524 take the sliding layers as causal: use a later one." if sliding else ""
     window = " Convert with the target's folder at hand; `sliding_window` must show up in the metadata."
+    loaded = (
+        "Reads `mask_embedding.pt` and logs `Loaded DFlash mask embedding` at start; without that line the drafts are "
+        "worse. "
+    )
+    ignored = (
+        "Does not read `mask_embedding.pt`: it embeds the target's own row of the mask token, so expect fewer accepted "
+        "tokens."
+    )
     table = (
-        "the mask vector is in the embedding of this folder, which the converter must keep."
+        "; the mask vector is in the embedding of this folder, which the converter must keep."
         if mask_folded
-        else "the stock converter leaves `mask_embedding.pt` out, so expect fewer accepted tokens; `dflash2-export` "
+        else "; the stock converter leaves `mask_embedding.pt` out, so expect fewer accepted tokens; `dflash2-export` "
         "with `export.format=gguf` writes files that carry it."
     )
+    if targets_mask:
+        loaded, ignored, table = "", "Embeds the target's own row of the mask token, as it is meant here.", "."
     return {
-        "vLLM": "Needs its model runner V2 and Triton. Reads `mask_embedding.pt` and logs `Loaded DFlash mask "
-        "embedding` at start; without that line the drafts are worse. Positions beyond `max_position_embeddings` are "
-        "clamped silently.",
-        "SGLang": "Does not read `mask_embedding.pt`: it embeds the target's own row of the mask token, so expect "
-        f"fewer accepted tokens.{causal}",
-        "llama.cpp": f"Needs this folder as GGUF; {table}{window if sliding else ''}",
+        "vLLM": f"Needs its model runner V2 and Triton. {loaded}Positions beyond `max_position_embeddings` are clamped "
+        "silently.",
+        "SGLang": f"{ignored}{causal}",
+        "llama.cpp": f"Needs this folder as GGUF{table}{window if sliding else ''}",
     }
 
 
@@ -63,6 +79,7 @@ def serving_lines(
     *,
     num_proposals: int | None = None,
     mask_folded: bool = False,
+    targets_mask: bool = False,
 ) -> list[str]:
     """The card's section about serving.
 
@@ -71,11 +88,12 @@ def serving_lines(
         target: Hub id or folder of the target.
         drafter: Hub id, or what stands for the folder.
         num_proposals: drafted tokens a round; None = all that a block has.
-        mask_folded: the folder has an embedding of its own with the mask vector in its row.
+        mask_folded: as :func:`server_notes`.
+        targets_mask: as :func:`server_notes`.
     """
     trained = published["dflash_config"]["block_size"]
     size = trained if num_proposals is None else num_proposals + 1
-    notes = server_notes(published, mask_folded=mask_folded)
+    notes = server_notes(published, mask_folded=mask_folded, targets_mask=targets_mask)
     lines = ["## Serving", ""]
     for server, command in serving_commands(target, drafter, size).items():
         lines += [f"{server}:", "", "```sh", command, "```", "", notes[server], ""]

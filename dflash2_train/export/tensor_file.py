@@ -11,19 +11,26 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from dflash2_train.config import UserError
 from dflash2_train.export.payload import PLAIN_DTYPES, read_header
 
 PIECE_BYTES = 8 << 20
 MAX_GAP_BYTES = 8 << 20  # a single tensor read ahead of its turn must not pull the hash along
 LENGTH_BYTES = 8  # of the header's length, at the start of a file
 _UNREADABLE = "{path}: {name} cannot be read ({error}). Copy the file anew or make it again."
+
+
+class TensorFileError(UserError, ValueError):
+    """A file that went away or was cut while it was read; the text says what to do."""
 
 
 class TensorFile:
@@ -38,8 +45,9 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.header = read_header(path)  # name -> (safetensors dtype name, shape)
-        self._places = _places(path)
+        header, self._places = read_header(path), _places(path)
+        # name -> (safetensors dtype name, shape), in the order of the file
+        self.header = {name: header[name] for name in sorted(self._places, key=self._places.__getitem__)}
         self._digest = hashlib.sha256()
         self._hashed = 0  # bytes from the start that are in the digest, or on their way into it
         self._pending: list[Future[None]] = []
@@ -54,33 +62,69 @@ class TensorFile:
             KeyError: there is no such tensor.
             ValueError: its file went away or was cut meanwhile, or it is of another type.
         """
-        start, end = self._places[name]
-        dtype, shape = self.header[name]
-        if dtype not in PLAIN_DTYPES:
-            raise ValueError(f"{self.path}: {name} is {dtype}, expected one of {', '.join(PLAIN_DTYPES)}.")
+        shape, dtype = self.header[name][1], self._dtype(name)
         self.settle()
-        values = torch.empty(prod(shape), dtype=getattr(torch, PLAIN_DTYPES[dtype]))
+        values = torch.empty(prod(shape), dtype=dtype)
         if values.numel():
-            self._fill(name, values, start, end)
+            data = values.view(torch.uint8).numpy().data
+            with self._at(name) as file:
+                for start in range(0, len(data), PIECE_BYTES):
+                    self._take(file, data[start : start + PIECE_BYTES], ahead=True)  # part of one tensor
         return values.reshape(shape)
 
-    def _fill(self, name: str, values: Tensor, start: int, end: int) -> None:
-        data = values.view(torch.uint8).numpy().data
+    def pieces(self, name: str, num_values: int | None = None) -> Iterator[Tensor]:
+        """The values of a tensor in their order, so many at a time; memory is that of two pieces.
+
+        Args:
+            name: of a tensor.
+            num_values: of a piece, the last one excepted; None = 8 MiB of them.
+
+        Yields:
+            Flat tensors as stored, not to be changed in place.
+
+        Raises:
+            KeyError, ValueError: as :meth:`read`.
+        """
+        dtype, left = self._dtype(name), prod(self.header[name][1])
+        step = num_values or PIECE_BYTES // dtype.itemsize
+        with self._at(name) as file:
+            while left:
+                values = torch.empty(min(step, left), dtype=dtype)
+                self._take(file, values.view(torch.uint8).numpy().data, ahead=False)
+                left -= len(values)
+                yield values
+
+    def _dtype(self, name: str) -> torch.dtype:
+        stored = self.header[name][0]
+        if stored not in PLAIN_DTYPES:
+            raise ValueError(f"{self.path}: {name} is {stored}, expected one of {', '.join(PLAIN_DTYPES)}.")
+        dtype: torch.dtype = getattr(torch, PLAIN_DTYPES[stored])
+        return dtype
+
+    @contextmanager
+    def _at(self, name: str) -> Iterator[io.FileIO]:
+        """The file, opened where a tensor begins; what little stands before it is hashed on the way."""
+        start = self._places[name][0]
         try:
             with open(self.path, "rb", buffering=0) as file:
                 if start - self._hashed <= MAX_GAP_BYTES:
                     self._hash_up_to(file, start)
-                in_order = self._hashed == start
                 file.seek(start)
-                for at in range(0, end - start, PIECE_BYTES):
-                    piece = data[at : at + PIECE_BYTES]
-                    _read_whole(file, piece)
-                    if in_order:
-                        self._hash(piece)
+                yield file
         except (OSError, EOFError) as error:
-            raise ValueError(_UNREADABLE.format(path=self.path, name=name, error=error)) from error
+            raise TensorFileError(_UNREADABLE.format(path=self.path, name=name, error=error)) from error
 
-    def _hash(self, piece: memoryview) -> None:
+    def _take(self, file: io.FileIO, piece: memoryview, *, ahead: bool) -> None:
+        """Fill ``piece`` from the file, and hash it where it is the next that the hash lacks.
+
+        ``ahead``: without waiting for the hash of what was taken before, which stays in memory until it is done.
+        """
+        in_order = file.tell() == self._hashed
+        _read_whole(file, piece)
+        if not in_order:
+            return
+        if not ahead:
+            self.settle()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1)
         self._pending.append(self._thread.submit(self._digest.update, piece))  # one worker keeps the order
@@ -91,10 +135,7 @@ class TensorFile:
         if self._hashed < end:
             file.seek(self._hashed)
         while self._hashed < end:
-            piece = memoryview(bytearray(min(PIECE_BYTES, end - self._hashed)))
-            _read_whole(file, piece)
-            self.settle()  # a disk faster than the hash would pile the file up in memory
-            self._hash(piece)
+            self._take(file, memoryview(bytearray(min(PIECE_BYTES, end - self._hashed))), ahead=False)
 
     def settle(self) -> None:
         """Wait until all that was read is hashed."""
@@ -112,7 +153,7 @@ class TensorFile:
             with open(self.path, "rb", buffering=0) as file:
                 self._hash_up_to(file, file.seek(0, io.SEEK_END))
         except (OSError, EOFError) as error:
-            raise ValueError(_UNREADABLE.format(path=self.path, name="the rest", error=error)) from error
+            raise TensorFileError(_UNREADABLE.format(path=self.path, name="the rest", error=error)) from error
         self.settle()
         if self._thread is not None:
             self._thread.shutdown()

@@ -7,10 +7,8 @@ sha256 is taken of the bytes as they are handed over; that the file on disk has 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dflash2_train.export.hashed_writer import HashedWriter
 from dflash2_train.export.payload import PLAIN_DTYPES, WEIGHTS
 from dflash2_train.export.weight_files import INDEX
 from dflash2_train.provenance import atomic_write_json
@@ -33,6 +32,11 @@ class Shard:
 
     name: str
     tensors: tuple[str, ...]
+
+
+def shard_bytes(max_shard_gib: float | None) -> int | None:
+    """``max_bytes`` of :func:`write_weights` from a size in GiB."""
+    return None if max_shard_gib is None else int(max_shard_gib * 2**30)
 
 
 def plan_shards(shapes: Shapes, itemsize: int, max_bytes: int | None) -> list[Shard]:
@@ -106,17 +110,11 @@ def _header(shard: Shard, shapes: Shapes, dtype: torch.dtype) -> bytes:
 
 
 def _write_file(path: Path, shard: Shard, shapes: Shapes, read: Callable[[str], Tensor], dtype: torch.dtype) -> str:
-    digest = hashlib.sha256()
-    with open(path, "wb") as file, ThreadPoolExecutor(1) as hashing:
-        header = _header(shard, shapes, dtype)
-        file.write(header)
-        digest.update(header)
+    with open(path, "wb") as file, HashedWriter(file) as hashed:
+        hashed.write(_header(shard, shapes, dtype))
         for name in shard.tensors:
             tensor = read(name)
             if tuple(tensor.shape) != tuple(shapes[name]):
                 raise ValueError(f"{name}: shape {list(tensor.shape)}, expected {list(shapes[name])}.")
-            data = tensor.detach().to("cpu", dtype).contiguous().view(torch.uint8).flatten().numpy().data
-            done = hashing.submit(digest.update, data)  # both release the interpreter, so they run side by side
-            file.write(data)
-            done.result()
-    return digest.hexdigest()
+            hashed.write(tensor.detach().to("cpu", dtype).contiguous().view(torch.uint8).flatten().numpy().data)
+        return hashed.sha256()

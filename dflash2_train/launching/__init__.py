@@ -7,7 +7,8 @@ share a folder, ``slurm.py`` and ``hosts.py`` do the same on other machines, ``m
 ``outcome.py`` is how it says how it ended.
 """
 
+from dflash2_train.launching.checks import prepare_folder
 from dflash2_train.launching.command import Command, run_launched
 from dflash2_train.launching.environment import without_ranks
 
-__all__ = ["Command", "run_launched", "without_ranks"]
+__all__ = ["Command", "prepare_folder", "run_launched", "without_ranks"]

@@ -34,11 +34,15 @@ def ranks_here(launch: LaunchConfig) -> int:
     return launch.ranks
 
 
-def check_writable(folder: Path) -> None:
-    """Make sure that files can be made in ``folder``, which is created.
+def prepare_folder(folder: Path, key: str = "train.output_dir") -> None:
+    """Make ``folder``, and make sure that it can be written to, before hours are spent on what could not be kept.
+
+    Args:
+        folder: absolute.
+        key: of the configuration that places it.
 
     Raises:
-        UserError: the file system or the permissions forbid it.
+        UserError: it cannot.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +50,7 @@ def check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise UserError(
-            f"run_dir={str(folder)!r}: nothing can be written there ({error.strerror}). "
+            f"{key}={str(folder)!r}: nothing can be written there ({error.strerror}). "
             "Mend its permissions or its mount, or choose another run_dir."
         ) from error
 

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from dflash2_train.app import guarded, run_app
 from dflash2_train.config import ConfigError, RunConfig, absolute, load_config
-from dflash2_train.launching.checks import check_port, check_unused, check_writable, ranks_here
+from dflash2_train.launching.checks import check_port, check_unused, prepare_folder, ranks_here
 from dflash2_train.launching.environment import (
     import_path,
     is_launched,
@@ -91,7 +91,7 @@ def start_here(command: Command, config: RunConfig) -> int:
     if config.launch.dry_run:
         show_here(command, config)
         return 0
-    check_writable(absolute(config.run_dir))
+    prepare_folder(absolute(config.run_dir), "run_dir")
     if command.single(config):
         return command.main(config)
     if command.shards:
@@ -113,7 +113,7 @@ def prepare(command: Command, config: RunConfig) -> Job:
         UserError: a folder cannot be written, or is in use.
     """
     job = new_job(command.name, config)
-    check_writable(job.logs)
+    prepare_folder(job.logs, "run_dir")
     if command.folder is not None:
         check_unused(command.folder(config), job)
     job.write()

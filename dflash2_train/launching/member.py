@@ -15,8 +15,9 @@ from omegaconf import OmegaConf
 
 from dflash2_train.app import EXIT_FAULT, run_guarded
 from dflash2_train.config import RunConfig, UserError
+from dflash2_train.exit_codes import EXIT_STOPPED
 from dflash2_train.launching.job import Job
-from dflash2_train.launching.outcome import CRASH, DONE, FAULT, STOPPED, STOPPED_EARLY, ended
+from dflash2_train.launching.outcome import CRASH, DONE, FAULT, STOPPED_EARLY, ended
 
 PARENT_POLL_S = 1.0
 
@@ -45,7 +46,7 @@ def run_member(main: Callable[[RunConfig], int], path: Path) -> int:
             ended(STOPPED_EARLY, 128 + signal.SIGINT, "interrupted").write(folder)
             raise
         except SystemExit as error:
-            ended(STOPPED_EARLY, STOPPED, str(error)).write(folder)
+            ended(STOPPED_EARLY, EXIT_STOPPED, str(error)).write(folder)
             raise
         except BaseException as error:
             kind, code = (FAULT, EXIT_FAULT) if isinstance(error, OSError) else (CRASH, 1)
@@ -58,7 +59,7 @@ def run_member(main: Callable[[RunConfig], int], path: Path) -> int:
 
 
 def _leave(_number: int, _frame: FrameType | None) -> None:
-    sys.exit(STOPPED)
+    sys.exit(EXIT_STOPPED)
 
 
 def watch_parent() -> None:

@@ -10,12 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from dflash2_train.exit_codes import EXIT_LOST_RANK, EXIT_STALLED, EXIT_STOPPED
+from dflash2_train.exit_codes import EXIT_STOPPED
 from dflash2_train.provenance import atomic_write_json
 
 FILE_NAME = "outcome.json"
-STOPPED = EXIT_STOPPED
-LOST = (EXIT_LOST_RANK, EXIT_STALLED)
 DONE, FAULT, CRASH, STOPPED_EARLY = "done", "fault", "crash", "stopped"
 # Deaths that nothing inside a job explains. SIGABRT is not among them: libraries abort over another rank's death.
 SUDDEN = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -71,9 +69,9 @@ class Failure:
     def code(self) -> int:
         """Exit code for the whole job. Never that of a stop in good order, which would have the job queued again."""
         if self.outcome is not None:
-            return 1 if self.outcome.code in (0, STOPPED) else self.outcome.code
+            return 1 if self.outcome.code in (0, EXIT_STOPPED) else self.outcome.code
         code = 128 - self.exit_code if self.exit_code < 0 else self.exit_code
-        return 1 if code in (0, STOPPED) else code
+        return 1 if code in (0, EXIT_STOPPED) else code
 
     def describe(self) -> str:
         """One line: who, how, and where to look."""
@@ -117,5 +115,5 @@ def cause_of(failures: Sequence[Failure]) -> Failure:
 def combined_code(outcomes: Sequence[Outcome]) -> int:
     """Exit code of a job whose members all ended in good order: the first that is neither 0 nor a stop, else a stop."""
     codes = [outcome.code for outcome in outcomes]
-    decided = [code for code in codes if code not in (0, STOPPED)]
+    decided = [code for code in codes if code not in (0, EXIT_STOPPED)]
     return decided[0] if decided else max(codes, default=0)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash2_train.config import UserError
-from dflash2_train.launching.checks import check_port, check_writable
+from dflash2_train.launching.checks import check_port, prepare_folder
 from dflash2_train.launching.environment import visible_gpus
 from dflash2_train.launching.job import Job
 
@@ -25,7 +25,7 @@ def look(path: Path, port: int | None) -> dict[str, Any]:
     try:
         job = Job.read(path)
         found["job_id"] = job.job_id
-        check_writable(job.logs)
+        prepare_folder(job.logs, "run_dir")
         if port is not None:
             check_port(port, "launch.hosts.port")
         found["gpus"] = visible_gpus()

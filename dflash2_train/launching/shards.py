@@ -15,16 +15,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dflash2_train.config import ConfigError, RunConfig
+from dflash2_train.exit_codes import EXIT_STOPPED
 from dflash2_train.launching.checks import ranks_here
 from dflash2_train.launching.environment import VISIBLE, devices_of, import_path, shell_line, visible_gpus
 from dflash2_train.launching.follow import last_lines
 from dflash2_train.launching.job import Job, new_job
-from dflash2_train.launching.outcome import STOPPED, End, Failure, Outcome, cause_of, combined_code, read_outcome
+from dflash2_train.launching.outcome import End, Failure, Outcome, cause_of, combined_code, read_outcome
 from dflash2_train.launching.processes import Ends, Member, run_together
 
 logger = logging.getLogger(__name__)
 DIVIDED = ("regenerate", "capture", "stream")
-AFTER_A_STOP = (STOPPED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT)
+AFTER_A_STOP = (EXIT_STOPPED, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGINT)
 SHOWN_LINES = 30  # of the log of a member that is not on the console
 WHOLE_RUN = ("regenerate", "capture", "verify")  # stage=all, in turn
 
@@ -178,7 +179,7 @@ def report_ends(members: list[Member], ends: Ends) -> End:
     ]
     if not failures:
         if ends.stopped_by:
-            return End(False, 1) if ends.killed else End(True, STOPPED)
+            return End(False, 1) if ends.killed else End(True, EXIT_STOPPED)
         return End(True, combined_code([outcome for outcome in outcomes.values() if outcome is not None]))
     cause = cause_of(failures)
     for failure in failures:

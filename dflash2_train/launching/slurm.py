@@ -16,9 +16,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dflash2_train.config import ConfigError, RunConfig, UserError
+from dflash2_train.exit_codes import EXIT_STOPPED, LOST_CODES
 from dflash2_train.launching.environment import import_path
 from dflash2_train.launching.job import Job, new_job
-from dflash2_train.launching.outcome import LOST, STOPPED
 from dflash2_train.launching.shards import DIVIDED
 from dflash2_train.provenance import atomic_write_text
 
@@ -63,8 +63,8 @@ def job_script(config: RunConfig, job: Job, words: list[str]) -> str:
     again = [
         "again=no",
         'case "$code" in',
-        f"    {STOPPED}) again=yes ;;",
-        f"    {'|'.join(map(str, LOST))})",
+        f"    {EXIT_STOPPED}) again=yes ;;",
+        f"    {'|'.join(map(str, LOST_CODES))})",
         f"        echo lost >> {lost}",
         f'        if [ "$(wc -l < {lost})" -le {config.launch.slurm.lost_requeues} ]; then again=yes; fi',
         "        ;;",

@@ -13,8 +13,8 @@ probabilities p (exact softmax of the target), ``P = sum_T p`` and ``Q = sum_T q
 
 Logits are ``softcap(output_multiplier * hidden @ head^T)``, the product in the parameters' dtype as served, all
 that follows in fp32. The head is frozen: nothing here makes a gradient for it. :func:`unary_loss` never holds
-[N, V]: it sweeps the rows in chunks and turns each chunk of logits into a chunk of hidden gradient before the next
-one. The gradient of every top-T variant has the shape
+[N, V]: it sweeps chunks of rows, on a CPU by tiles of the vocabulary, and turns each piece of logits into a part of the
+hidden gradient before the next one. The gradient of every top-T variant has the shape
 
     dKL/dz_j = row_scale * q_j + [j in T] correction_j
     tail_bucket      row_scale = P - r Q          correction = r q - p     with r = (1 - P) / (1 - Q)
@@ -22,10 +22,11 @@ one. The gradient of every top-T variant has the shape
     renormalised     row_scale = 0                correction = q / Q - p / P
     total_variation  row_scale = - sum_T g q      correction = g q         with g = (sign(q - p) + sign(Q - P)) / 2
 
-so one softmax buffer is scaled by row, corrected at T + 1 places and multiplied by the head.
+so one softmax is multiplied by the head, scaled by row and corrected at T + 1 places.
 
-Modules: ``unary`` (the entry), ``sweep`` (chunks and their memory), ``pass_torch`` and ``pass_triton`` (what is done
-to a chunk of logits), ``divergence`` (the formulas above), ``candidates``, ``selector``, ``weights``, ``schedule``.
+Modules: ``unary`` (the entry), ``tiles`` (plain PyTorch), ``sweep`` (whole rows) with ``pass_triton`` and, for the full
+vocabulary, ``pass_torch`` (what is done to a chunk of logits), ``products`` (with the head, on a CPU), ``divergence``
+(the formulas above), ``candidates``, ``selector``, ``weights``, ``schedule``.
 
 Letters: N rows (slots of all blocks), M rows of a chunk, V vocabulary, H hidden, T teacher ids, C candidates.
 """

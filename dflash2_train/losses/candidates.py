@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from dflash2_train.budgets import LOGIT_GROUP as GROUP
+from dflash2_train.losses.products import raw_logits
 from dflash2_train.losses.shaping import Shaping
-from dflash2_train.losses.sweep import Workspace, raw_logits, sweep_budget
+from dflash2_train.losses.sweep import Workspace, sweep_budget, tile_plan
 from dflash2_train.model.gathered import gathered_dots
 from dflash2_train.shapes import padded_rows
+
+
+class CandidateSearch:
+    """The ``count`` largest logits of each row of [M, V], of which tiles of columns come one after the other."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._found: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, logits: Tensor, first_id: int) -> tuple[Tensor, Tensor]:
+        """Search a tile [M, n] of ids from ``first_id`` on; its own best values and columns, descending."""
+        values, columns = top_candidates(logits, min(self._count, logits.shape[1]))
+        self._found.append((values, columns + first_id))
+        return values, columns
+
+    def best(self) -> tuple[Tensor, Tensor]:
+        """Values and ids [M, count] of all tiles so far, descending."""
+        if len(self._found) == 1:
+            return self._found[0]
+        values, ids = (torch.cat(parts, 1) for parts in zip(*self._found, strict=True))
+        largest, places = _topk(values, self._count)
+        return largest, ids.gather(1, places)
 
 
 def top_candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -17,16 +41,18 @@ def top_candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     ``topk`` over a vocabulary costs more than its softmax, so the search has two stages. Column g of the groups holds
     the logits g, g + width, g + 2 width, ...; each of the largest logits makes its group one of the ``count`` groups
-    with the largest maxima, so only those (and what is left over at the end) are searched.
+    with the largest maxima, so only those (and what is left over at the end) are searched. The group size makes both
+    stages about as long.
     """
     vocab = logits.shape[1]
-    width = vocab // GROUP
+    group = 1 << max(0, round(math.log2(max(1.0, vocab / count)) / 2))
+    width = vocab // group
     if width < 2 * count:
         return _topk(logits, count)
-    grouped = logits[:, : width * GROUP].unflatten(1, (GROUP, width))
+    grouped = logits[:, : width * group].unflatten(1, (group, width))
     groups = grouped.amax(1).topk(count, dim=-1, sorted=False).indices  # [M, count]
-    ids = (groups[:, None] + torch.arange(GROUP, device=logits.device)[:, None] * width).flatten(1)
-    rest = torch.arange(width * GROUP, vocab, device=logits.device)
+    ids = (groups[:, None] + torch.arange(group, device=logits.device)[:, None] * width).flatten(1)
+    rest = torch.arange(width * group, vocab, device=logits.device)
     return best_of(logits, torch.cat([ids, rest.expand(len(ids), -1)], 1), count)
 
 
@@ -64,18 +90,19 @@ def unary_candidates(
         workspace: as in :func:`unary_loss`.
     """
     check_head(hidden, head_weight)
-    vocab = head_weight.shape[0]
+    padded, workspace = padded_rows(hidden), workspace or Workspace()
     budget = sweep_budget(hidden, head_weight, chunk_bytes, logit_share)
-    chunk = max(1, budget // (vocab * head_weight.element_size()))
+    plan = tile_plan(head_weight, len(padded), budget, capped=False)
     values = torch.empty((len(hidden), top_k), dtype=hidden.dtype, device=hidden.device)
     ids = torch.empty((len(hidden), top_k), dtype=torch.int64, device=hidden.device)
-    padded = padded_rows(hidden)
-    raw = (workspace or Workspace()).take("raw", (min(chunk, len(padded)), vocab), head_weight)
-    for start in range(0, len(hidden), chunk):
-        states = padded[start : start + chunk]
-        piece = slice(start, min(start + chunk, len(hidden)))
-        logits = raw_logits(states, head_weight, raw[: len(states)])
-        values[piece], ids[piece] = top_candidates(logits[: piece.stop - start], top_k)
+    for start in range(0, len(hidden), plan.rows):
+        states = padded[start : start + plan.rows]
+        piece = slice(start, min(start + plan.rows, len(hidden)))
+        search = CandidateSearch(top_k)
+        for columns in plan.tiles(len(head_weight)):
+            raw = raw_logits(states, head_weight[columns], workspace)
+            search.add(raw[: piece.stop - start], columns.start)
+        values[piece], ids[piece] = search.best()
     return shaping.apply(values), ids
 
 

@@ -1,4 +1,4 @@
-"""The pass over a chunk of logits in plain PyTorch, for a CPU and any other device.
+"""The pass over a chunk of logits in plain PyTorch, for the divergence over the full vocabulary.
 
 On a CPU it goes block by block through a few rows whose fp32 copy stays in the core's cache: cast up, softmax, scale,
 cast down then cost a fraction of what they cost through memory.
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dflash2_train.budgets import block_rows
 from dflash2_train.losses.candidates import top_candidates
-from dflash2_train.losses.divergence import TeacherTerms, teacher_terms
 from dflash2_train.losses.sweep import RowResults, Rows, SweepSettings, Workspace, concatenated
 
 
@@ -22,32 +21,27 @@ class _Block(NamedTuple):
 
     logits: Tensor
     slope: Tensor | None  # only with a soft cap
-    teacher: Tensor | None  # only for full_vocabulary, and so the next
-    teacher_p: Tensor | None
+    teacher: Tensor  # log-probabilities
+    teacher_p: Tensor
 
 
-class TorchPass:
+class FullVocabularyPass:
     """A :class:`~dflash2_train.losses.sweep.LogitPass`.
 
     Args:
         settings: what is computed.
         head_weight: [V, H], for its dtype, device and V.
-        full: whether a teacher over the whole vocabulary is given.
         budget: bytes of the whole sweep; blocks take a third of it at most.
         workspace: lends the work planes.
     """
 
-    def __init__(
-        self, settings: SweepSettings, head_weight: Tensor, *, full: bool, budget: int, workspace: Workspace
-    ) -> None:
+    def __init__(self, settings: SweepSettings, head_weight: Tensor, *, budget: int, workspace: Workspace) -> None:
         self._settings, self._head, self._workspace = settings, head_weight, workspace
         self._dtype = torch.promote_types(head_weight.dtype, torch.float32)
         self._in_place = self._dtype == head_weight.dtype
-        self._planes = [name for name, needed in (("slope", settings.shaping.cap is not None), ("p", full)) if needed]
-        if not self._in_place:
-            self._planes += ["work", "teacher_work"] if full else ["work"]
+        planes = 1 + (settings.shaping.cap is not None) + (0 if self._in_place else 2)
         vocab = head_weight.shape[0]
-        plane_bytes = len(self._planes) * vocab * self._dtype.itemsize
+        plane_bytes = planes * vocab * self._dtype.itemsize
         self._block_rows: int | None = None
         self.bytes_per_row, self.fixed_bytes = plane_bytes, 0
         if head_weight.device.type == "cpu":
@@ -56,48 +50,38 @@ class TorchPass:
 
     def run(self, raw: Tensor, teacher_raw: Tensor | None, rows: Rows, with_gradient: bool) -> RowResults:
         """See :class:`~dflash2_train.losses.sweep.LogitPass`."""
+        assert teacher_raw is not None
         step = self._block_rows or len(raw)
         parts = []
         for start in range(0, len(raw), step):
             span = slice(start, min(start + step, len(raw)))
-            block_teacher = None if teacher_raw is None else teacher_raw[span]
-            parts.append(self._run_block(raw[span], block_teacher, rows.piece(span), with_gradient))
+            parts.append(self._run_block(raw[span], teacher_raw[span], rows.piece(span), with_gradient))
         return concatenated(parts)
 
-    def _run_block(self, raw: Tensor, teacher_raw: Tensor | None, rows: Rows, with_gradient: bool) -> RowResults:
+    def _run_block(self, raw: Tensor, teacher_raw: Tensor, rows: Rows, with_gradient: bool) -> RowResults:
         block = self._planes_of(raw, teacher_raw)
         top_logits, candidate_ids = top_candidates(block.logits, self._settings.top_k)
-        targets = rows.target_ids[:, None]  # [m, 1]
-        gold = block.logits.gather(-1, targets).squeeze(-1)
-        teacher_logits = block.logits.gather(-1, rows.teacher_ids)  # [m, T]
-        cross = None if block.teacher_p is None else _dot(block.teacher_p, block.logits)  # sum_V p z
+        gold = block.logits.gather(-1, rows.target_ids[:, None]).squeeze(-1)
+        cross = _dot(block.teacher_p, block.logits)  # sum_V p z
         softmax = torch.softmax(block.logits, -1, out=block.logits)  # in place: the logits are spent
         largest = softmax.gather(-1, candidate_ids[:, :1]).squeeze(-1)
         log_normaliser = top_logits[:, 0] - largest.log()  # one look-up in place of a pass over V
-        if cross is None:
-            log_q = teacher_logits - log_normaliser[:, None]
-            terms = teacher_terms(log_q, rows.teacher_logprobs.to(self._dtype), self._settings.kl_kind)
-        else:
-            terms = _full_terms(block, cross, log_normaliser, rows.teacher_ids)
+        kl = _dot(block.teacher_p, block.teacher) - cross + log_normaliser  # sum p log p - sum p z + log Z
+        overlap = torch.minimum(softmax, block.teacher_p, out=block.teacher).sum(-1)
         if with_gradient:
-            self._write_gradient(softmax, block, terms, rows)
+            self._write_gradient(softmax, block, rows)
             if not self._in_place:
                 raw.copy_(softmax)
         top1_correct = candidate_ids[:, 0] == rows.target_ids
-        return RowResults(
-            log_normaliser - gold, terms.kl, candidate_ids, top_logits, log_normaliser, top1_correct, terms.sum_min_pq
-        )
+        return RowResults(log_normaliser - gold, kl, candidate_ids, top_logits, log_normaliser, top1_correct, overlap)
 
-    def _planes_of(self, raw: Tensor, teacher_raw: Tensor | None) -> _Block:
+    def _planes_of(self, raw: Tensor, teacher_raw: Tensor) -> _Block:
         """Shaped logits, their slope and the teacher's log-probabilities and probabilities."""
         shaping, shape = self._settings.shaping, tuple(raw.shape)
-        logits = self._work("work", raw)
-        shaping.apply_(logits)
+        logits = shaping.apply_(self._work("work", raw))
         slope = None
         if shaping.cap is not None:
             slope = shaping.slope(logits, self._workspace.take("slope", shape, self._head, self._dtype))
-        if teacher_raw is None:
-            return _Block(logits, slope, None, None)
         teacher = shaping.apply_(self._work("teacher_work", teacher_raw))
         torch.log_softmax(teacher, -1, out=teacher)
         teacher_p = torch.exp(teacher, out=self._workspace.take("p", shape, self._head, self._dtype))
@@ -109,29 +93,17 @@ class TorchPass:
             return raw
         return self._workspace.take(name, tuple(raw.shape), self._head, self._dtype).copy_(raw)
 
-    def _write_gradient(self, softmax: Tensor, block: _Block, terms: TeacherTerms, rows: Rows) -> None:
-        """The rows' softmax becomes the gradient of ce_weight CE + kl_weight KL by the raw product."""
+    def _write_gradient(self, softmax: Tensor, block: _Block, rows: Rows) -> None:
+        """The rows' softmax becomes the gradient of ce_weight CE + kl_weight KL by the raw product; KL's is q - p."""
         settings = self._settings
-        softmax.mul_((settings.ce_weight + settings.kl_weight * terms.row_scale)[:, None])
-        if block.teacher_p is not None:
-            softmax.add_(block.teacher_p, alpha=-settings.kl_weight)
-        softmax.scatter_add_(-1, rows.teacher_ids, settings.kl_weight * terms.corrections)
+        softmax.mul_(settings.ce_weight + settings.kl_weight)
+        softmax.add_(block.teacher_p, alpha=-settings.kl_weight)
         gold = torch.full((len(softmax), 1), -settings.ce_weight, dtype=self._dtype, device=softmax.device)
         softmax.scatter_add_(-1, rows.target_ids[:, None], gold)
         if block.slope is not None:
             softmax.mul_(block.slope)
         elif settings.shaping.multiplier != 1.0:
             softmax.mul_(settings.shaping.multiplier)
-
-
-def _full_terms(block: _Block, cross: Tensor, log_normaliser: Tensor, teacher_ids: Tensor) -> TeacherTerms:
-    """KL over the whole vocabulary, ``sum p log p - sum p z + log Z``; its gradient is q - p, nothing to correct."""
-    teacher, teacher_p = block.teacher, block.teacher_p
-    assert teacher is not None and teacher_p is not None
-    kl = _dot(teacher_p, teacher) - cross + log_normaliser
-    overlap = torch.minimum(block.logits, teacher_p, out=teacher).sum(-1)  # logits hold the softmax by now
-    corrections = kl.new_zeros(teacher_ids.shape)
-    return TeacherTerms(kl, torch.ones_like(kl), corrections, overlap)
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:

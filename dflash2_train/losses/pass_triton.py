@@ -16,10 +16,11 @@ import torch
 import triton
 from torch import Tensor
 
+from dflash2_train.budgets import LOGIT_GROUP as GROUP
 from dflash2_train.budgets import triton_row_bytes
 from dflash2_train.config import ConfigError
 from dflash2_train.losses import kernels
-from dflash2_train.losses.candidates import GROUP, top_candidates
+from dflash2_train.losses.candidates import top_candidates
 from dflash2_train.losses.divergence import TeacherTerms, teacher_terms
 from dflash2_train.losses.sweep import RowResults, Rows, SweepSettings
 

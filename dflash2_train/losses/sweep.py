@@ -1,4 +1,7 @@
-"""One sweep over the rows: a chunk of logits in, its results and its hidden gradient out, the memory used again.
+"""One sweep over whole rows: a chunk of logits in, its results and its hidden gradient out, the memory used again.
+
+On CUDA all losses are computed so; in plain PyTorch only the divergence over the full vocabulary, whose overlap
+min(p, q) needs both normalisers. All else takes the cheaper way of :mod:`~dflash2_train.losses.tiles`.
 
 A chunk is one product with the head, a *pass* over the logits that leaves their gradient in the same place, and one
 product back. The two products are left to the vendor's library (they are nearly all of the arithmetic, and a kernel
@@ -19,11 +22,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dflash2_train.budgets import chunk_rows, loss_budget
+from dflash2_train import budgets
+from dflash2_train.budgets import TilePlan, chunk_rows, loss_budget
 from dflash2_train.losses.shaping import Shaping
 from dflash2_train.shapes import padded_rows
-
-TILE_COLUMNS = 1024  # of the vocabulary, see raw_logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,19 +115,10 @@ def sweep_budget(hidden: Tensor, head_weight: Tensor, chunk_bytes: int, logit_sh
     return loss_budget(*sizes, chunk_bytes=chunk_bytes, logit_share=logit_share)
 
 
-def raw_logits(hidden: Tensor, head_weight: Tensor, out: Tensor) -> Tensor:
-    """The product of states [M, H] and head [V, H] into ``out`` [M, V].
-
-    For 32 and 64 bits a CPU's library packs the whole head anew, 5 to 10 MB at a time, for a product of few rows; a
-    tile of the vocabulary fits in the cache and takes nothing beside it. With 64 rows of 576 and V 49,152 in fp32, one
-    thread of an AMD EPYC: 76 in place of 56 GFLOP/s. In 16 bits one product is as fast or faster.
-    """
-    if hidden.device.type != "cpu" or hidden.element_size() < 4:
-        return torch.mm(hidden, head_weight.t(), out=out)
-    for start in range(0, len(head_weight), TILE_COLUMNS):
-        tile = slice(start, start + TILE_COLUMNS)
-        torch.mm(hidden, head_weight[tile].t(), out=out[:, tile])
-    return out
+def tile_plan(head_weight: Tensor, padded_count: int, budget: int, *, capped: bool) -> TilePlan:
+    """How plain PyTorch sweeps so many rows, see :func:`~dflash2_train.budgets.tile_plan`."""
+    sizes = (padded_count, *head_weight.shape, head_weight.element_size())
+    return budgets.tile_plan(*sizes, budget=budget, capped=capped, on_cpu=head_weight.device.type == "cpu")
 
 
 @torch.no_grad()
@@ -152,10 +145,10 @@ def sweep(
     for start in range(0, count, chunk):
         span = slice(start, min(start + chunk, len(hidden)))
         size = min(span.stop, count) - start
-        logits = raw_logits(hidden[span], head_weight, raw[: span.stop - start])
+        logits = torch.mm(hidden[span], head_weight.t(), out=raw[: span.stop - start])
         teacher_logits = None
         if teacher_raw is not None and teacher_hidden is not None:
-            teacher_logits = raw_logits(teacher_hidden[span], head_weight, teacher_raw[: len(logits)])[:size]
+            teacher_logits = torch.mm(teacher_hidden[span], head_weight.t(), out=teacher_raw[: len(logits)])[:size]
         parts.append(logit_pass.run(logits[:size], teacher_logits, rows.piece(span), with_gradient))
         if gradient is not None:
             torch.mm(logits, head_weight, out=gradient[span])

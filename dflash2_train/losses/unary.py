@@ -10,9 +10,10 @@ from torch.autograd.function import once_differentiable
 
 from dflash2_train.config import IMPLEMENTATIONS, KL_KINDS, ConfigError
 from dflash2_train.losses.candidates import check_head
-from dflash2_train.losses.pass_torch import TorchPass
+from dflash2_train.losses.pass_torch import FullVocabularyPass
 from dflash2_train.losses.shaping import Shaping
 from dflash2_train.losses.sweep import LogitPass, RowResults, Rows, SweepSettings, Workspace, sweep, sweep_budget
+from dflash2_train.losses.tiles import tiled_sweep
 
 _SCALED_ROWS = 128  # whose fp32 product a CPU holds at once
 
@@ -95,12 +96,17 @@ def unary_loss(
         results, gradient = _no_rows(rows, top_k), torch.zeros_like(hidden) if with_gradient else None
     else:
         budget = sweep_budget(hidden, head, chunk_bytes, logit_share)
-        logit_pass = _make_pass(
-            chosen, settings, head, full=teacher_hidden is not None, budget=budget, workspace=workspace
-        )
-        results, gradient = sweep(
-            rows, head, logit_pass, budget=budget, with_gradient=with_gradient, workspace=workspace
-        )
+        if chosen == "torch" and teacher_hidden is None:
+            results, gradient = tiled_sweep(
+                rows, head, settings, budget=budget, with_gradient=with_gradient, workspace=workspace
+            )
+        else:
+            logit_pass = _make_pass(
+                chosen, settings, head, full=teacher_hidden is not None, budget=budget, workspace=workspace
+            )
+            results, gradient = sweep(
+                rows, head, logit_pass, budget=budget, with_gradient=with_gradient, workspace=workspace
+            )
     loss = ce_weight * results.ce + kl_weight * results.kl
     if gradient is not None:
         loss = _AttachGradient.apply(hidden, loss, gradient)  # type: ignore[no-untyped-call]
@@ -130,7 +136,7 @@ def _make_pass(
     workspace: Workspace,
 ) -> LogitPass:
     if implementation == "torch":
-        return TorchPass(settings, head_weight, full=full, budget=budget, workspace=workspace)
+        return FullVocabularyPass(settings, head_weight, budget=budget, workspace=workspace)
     try:
         from dflash2_train.losses.pass_triton import TritonPass
     except ModuleNotFoundError as error:
@@ -188,10 +194,10 @@ class _AttachGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        scaled = torch.empty_like(gradient)
+        # In place: it is used once, and autograd refuses a second use of a saved tensor that has changed.
         step = len(gradient) if gradient.device.type != "cpu" else _SCALED_ROWS
         for start in range(0, len(gradient), max(1, step)):
-            piece = slice(start, start + step)
+            piece = gradient[start : start + step]
             # Promoted by the factor: a product in 16 bits would round the factor as well.
-            scaled[piece] = gradient[piece] * grad_output[piece, None]
-        return scaled, None, None
+            piece.copy_(piece * grad_output[start : start + step, None])
+        return gradient, None, None

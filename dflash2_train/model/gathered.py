@@ -34,6 +34,23 @@ def gathered_dots(states: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     return dots
 
 
+def gathered_sums(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    """``sums[n] = sum over c of weights[n, c] table[ids[n, c]]``, without a gradient.
+
+    Args:
+        weights: [N, C]; products and sums are made in its dtype.
+        table: [V, H].
+        ids: [N, C] int64.
+
+    Returns:
+        [N, H] in the dtype of ``weights``.
+    """
+    sums = weights.new_empty(len(ids), table.shape[1])
+    for piece, rows in _gathered(table, ids, weights.dtype):
+        sums[piece] = torch.bmm(weights[piece].unsqueeze(1), rows).squeeze(1)  # [m, 1, C] @ [m, C, H]
+    return sums
+
+
 class _GatheredDots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, table: Tensor, ids: Tensor) -> Tensor:
@@ -48,11 +65,7 @@ class _GatheredDots(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         states, table, ids = ctx.saved_tensors
         by_states, by_table = ctx.needs_input_grad[:2]
-        states_gradient = None
-        if by_states:
-            states_gradient = torch.empty_like(states, memory_format=torch.contiguous_format)
-            for piece, rows in _gathered(table, ids, slope.dtype):
-                states_gradient[piece] = torch.bmm(slope[piece].unsqueeze(1), rows).squeeze(1)  # [m, 1, C] @ [m, C, H]
+        states_gradient = gathered_sums(slope, table, ids).to(states.dtype) if by_states else None
         return states_gradient, _table_gradient(slope, states, table, ids) if by_table else None, None
 
 

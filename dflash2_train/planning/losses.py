@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflash2_train.budgets import ROWS_MULTIPLE, block_rows, chunk_rows, loss_budget, round_up, triton_row_bytes
+from dflash2_train.budgets import ROWS_MULTIPLE, chunk_rows, loss_budget, round_up, tile_plan, triton_row_bytes
 from dflash2_train.planning.parameters import parameter_sizes
 from dflash2_train.planning.setting import Setting
 from dflash2_train.planning.timeline import ALWAYS, LOOK, LOSS, Item
@@ -24,33 +24,22 @@ def sweep_budget(setting: Setting) -> int:
     )
 
 
-def rows_of_chunk(setting: Setting) -> int:
-    """Slots whose logits are made at once."""
-    fixed, beside = pass_bytes(setting)
-    row = setting.shape.vocab_size * setting.itemsize + beside
-    padded = round_up(setting.batch.labels, ROWS_MULTIPLE)
-    return chunk_rows(padded, sweep_budget(setting), fixed_bytes=fixed, bytes_per_row=row)
+def chunk_of_logits(setting: Setting) -> tuple[int, int]:
+    """Slots whose logits are made at once, and the bytes of these with all that is worked on.
 
-
-def pass_bytes(setting: Setting) -> tuple[int, int]:
-    """Fixed bytes, and bytes a row, of the pass over a chunk beside the logits.
-
-    CPU: fp32 planes of the few rows that are worked on (``pass_torch``): the logits' copy where they are of 16 bits,
-    and their slope under a soft cap. GPU: maxima of groups of logits and the groups that are searched
-    (``pass_triton``).
+    CPU: tiles of the vocabulary (``losses.tiles``). GPU: whole rows in the training dtype, with maxima of groups of
+    logits and the groups that are searched (``losses.pass_triton``).
     """
     shape, e = setting.shape, setting.itemsize
-    if setting.device == "cuda":
-        return 0, triton_row_bytes(shape.vocab_size, shape.selector_top_k)
-    planes = (shape.final_logit_softcapping is not None) + (e < FULL)
-    plane = planes * shape.vocab_size * FULL
-    return block_rows(shape.vocab_size, FULL, plane, sweep_budget(setting)) * plane, 0
-
-
-def chunk_bytes(setting: Setting) -> int:
-    """The chunk of logits [rows, V] in the training dtype, and its pass."""
-    fixed, beside = pass_bytes(setting)
-    return fixed + rows_of_chunk(setting) * (setting.shape.vocab_size * setting.itemsize + beside)
+    padded, budget = round_up(setting.batch.labels, ROWS_MULTIPLE), sweep_budget(setting)
+    if setting.device == "cpu":
+        capped = shape.final_logit_softcapping is not None
+        sizes = (padded, shape.vocab_size, shape.hidden_size, e)
+        plan = tile_plan(*sizes, budget=budget, capped=capped, on_cpu=True)
+        return plan.rows, plan.num_bytes
+    row = shape.vocab_size * e + triton_row_bytes(shape.vocab_size, shape.selector_top_k)
+    rows = chunk_rows(padded, budget, fixed_bytes=0, bytes_per_row=row)
+    return rows, rows * row
 
 
 def slot_bytes(setting: Setting) -> int:
@@ -94,11 +83,12 @@ def loss_items(setting: Setting) -> list[Item]:
     """All of it, as lines of the table. On a CPU the chunk stays from step to step."""
     chunk = ALWAYS if setting.device == "cpu" else (LOOK,)
     kept = setting.batch.labels * slot_bytes(setting)
+    rows, size = chunk_of_logits(setting)
     return [
         Item(
             group=GROUP,
-            name=f"chunk of logits, {rows_of_chunk(setting)} slots",
-            size=chunk_bytes(setting),
+            name=f"chunk of logits, {rows} slots",
+            size=size,
             moments=chunk,
         ),
         Item(group=GROUP, name="supervised slots", size=kept, moments=(LOOK, LOSS)),

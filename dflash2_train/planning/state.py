@@ -65,7 +65,7 @@ def gradient_items(setting: Setting) -> list[Item]:
     groups = list(optimizer_groups(setting.shape, setting.train, setting.ranks).values())
     if stage == 0:
         # ``buffered_allreduce_fallback`` lays a bucket of gradients side by side, on one rank too.
-        copies = FULL * _bucket_copy(list(parameter_sizes(setting.shape).values()))
+        copies = reduce_buffer_bytes(list(parameter_sizes(setting.shape).values()))
         items.append(Item(group=GROUP, name="bucket of gradients to reduce", size=copies, moments=(UPDATE,)))
     elif stage == 1 and setting.train.dtype == "bfloat16":
         items.append(Item(group=GROUP, name="fp32 sums of gradients", size=FULL * whole))
@@ -78,6 +78,9 @@ def gradient_items(setting: Setting) -> list[Item]:
         # The share of earlier micro-batches; then that of the last one, and both laid side by side.
         again = setting.train.accumulation > 1
         items.append(Item(group=GROUP, name="reduce bucket", size=_bucket(setting), moments=STEP))
+        if setting.train.dtype == "bfloat16":  # summed over the ranks in fp32
+            wide = _bucket(setting) // e * FULL
+            items.append(Item(group=GROUP, name="reduce bucket, fp32", size=wide, moments=STEP))
         earlier = FULL * share if again else 0
         items.append(Item(group=GROUP, name="own share of gradients, fp32", size=earlier, moments=STEP))
         last = (3 if again else 2) * FULL * share
@@ -85,16 +88,12 @@ def gradient_items(setting: Setting) -> list[Item]:
     return items
 
 
-def reduce_buffer_bytes(groups: list[int]) -> int:
-    """Of ``buffered_allreduce_fallback`` over the fp32 sums of the groups: a bucket laid side by side, and in bf16.
+def reduce_buffer_bytes(sizes: list[int]) -> int:
+    """Of ``buffered_allreduce_fallback`` over fp32 gradients, one by one or by groups: a bucket laid side by side.
 
-    Buckets are filled with whole groups until they hold more than ``BUCKET`` elements; a lone group is not copied.
+    Buckets are filled with whole ones until they hold more than ``BUCKET`` elements; a lone one is not copied.
     """
-    return max((FULL * size if several else 0) + 2 * size for size, several in _buckets(groups))
-
-
-def _bucket_copy(sizes: list[int]) -> int:
-    return max(size if several else 0 for size, several in _buckets(sizes))
+    return FULL * max(size if several else 0 for size, several in _buckets(sizes))
 
 
 def _buckets(sizes: list[int]) -> list[tuple[int, bool]]:

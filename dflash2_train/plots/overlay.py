@@ -41,10 +41,15 @@ def write_overlay(runs: Mapping[str, Sequence[Row]], path: Path, title: str) -> 
 def overlay_panels(runs: Mapping[str, Sequence[Row]], *, legends: bool = True) -> list[Panel]:
     """A panel for each figure that at least one run has, with a curve a run."""
     names = {name for rows in runs.values() for row in rows for name in row}
-    lengths = sorted(name for name in names if name.startswith(LENGTHS))
+    # One look at the end is a point, and a table or a bar tells it better.
+    lengths = [name for name in sorted(names) if name.startswith(LENGTHS) and _most_points(runs, name) > 1]
     measured = [(name, name.removeprefix("validation/").replace("_", " "), "tokens", False) for name in lengths]
     curves = [curve for curve in (*measured, *CURVES) if curve[0] in names]
     return [partial(_panel, runs, *curve, legends) for curve in curves]
+
+
+def _most_points(runs: Mapping[str, Sequence[Row]], name: str) -> int:
+    return max(len(series(rows, name).values) for rows in runs.values())
 
 
 def _panel(

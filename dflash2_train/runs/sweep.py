@@ -40,6 +40,14 @@ class SweepRow:
     figures: dict[str, float] = field(default_factory=dict)
     run: RunFolder | None = None
 
+    @property
+    def open_end(self) -> str:
+        """Why a job is not at its end, and what then; empty for one that is, or that has not ended."""
+        why = f": {self.cause}" if self.cause else ""
+        if self.state == "stopped":
+            return f"stopped, the same command continues it{why}"
+        return f"{self.state}{why}" if why else ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SweepResult:
@@ -77,9 +85,9 @@ class SweepResult:
         """The table, the command, and what went wrong where."""
         head = [f"| {' | '.join(self.columns)} |", "|" + "---|" * len(self.columns)]
         body = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in self.cells(row))} |" for row in self.rows]
-        failed = [f"- `{row.name}`: {row.cause}" for row in self.rows if row.cause]
+        open_ends = [f"- `{row.name}` {row.open_end}" for row in self.rows if row.open_end]
         parts = [f"# Sweep, ranked by {self.by}", f"`{self.command}`", "\n".join([*head, *body])]
-        return "\n\n".join([*parts, *(["## Failed", "\n".join(failed)] if failed else [])]) + "\n"
+        return "\n\n".join([*parts, *(["## Not at their end", "\n".join(open_ends)] if open_ends else [])]) + "\n"
 
     def table(self) -> Table:
         """The same for a terminal."""
@@ -133,8 +141,8 @@ def report_sweep(folder: Path, *, by: str | None = None) -> SweepResult:
     console = open_console()
     console.print(result.table(), highlight=False, markup=False)
     for row in result.rows:
-        if row.cause:
-            console.print(f"{row.name}: {row.cause}", highlight=False, markup=False)
+        if row.open_end:
+            console.print(f"{row.name} {row.open_end}", highlight=False, markup=False)
     ranked = [row for row in result.rows if result.by in row.figures]
     if ranked:
         write_sweep_plot(

@@ -13,7 +13,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from dflash2_train.app import EXIT_INTERRUPTED
 from dflash2_train.config import absolute, to_plain
+from dflash2_train.exit_codes import CONTINUED_CODES, LOST_CODES
 from dflash2_train.provenance import atomic_write_json, sha256_json
 from dflash2_train.sweep.grid import SweepJob
 
@@ -21,6 +23,9 @@ JOB_FILE = "job.json"
 CONSOLE_FILE = "console.log"  # what the job printed, every attempt behind the one before
 RUNNING, DONE, STOPPED, FAILED = "running", "done", "stopped", "failed"  # stopped: before its last step
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # schedulers warn with the last
+# Behind these the same command continues: a trainer's own, a second Ctrl-C, those of a job asked to stop before it
+# could answer in good order, and 0 where nothing was exported.
+STOPPED_CODES = (0, *CONTINUED_CODES, EXIT_INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)
 TAIL_BYTES = 1 << 14  # of the console that are searched for the cause
 LONGEST_CAUSE = 400
 
@@ -32,7 +37,7 @@ class JobRecord:
     state: str
     config_sha256: str  # of the whole configuration: another one is not what is done already
     exit_code: int | None = None
-    cause: str = ""  # of a failure: the last error that the job printed
+    cause: str = ""  # of a failure or a lost rank: the last error that the job printed
     seconds: float = 0.0
     begun_utc: str = ""
 
@@ -89,14 +94,13 @@ def is_done(job: SweepJob) -> bool:
     return record is not None and record.state == DONE and record.config_sha256 == config_hash(job)
 
 
-def run_job(job: SweepJob, command: Sequence[str], signals: Signals, *, stopped_codes: Sequence[int]) -> JobRecord:
+def run_job(job: SweepJob, command: Sequence[str], signals: Signals) -> JobRecord:
     """Run ``command`` to its end and record how it went.
 
     Args:
         job: whose folder takes the console and the record.
         command: program and words.
         signals: told of the process while it runs.
-        stopped_codes: exit codes of a job that saved and left before its last step.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
     begun = JobRecord(
@@ -114,12 +118,12 @@ def run_job(job: SweepJob, command: Sequence[str], signals: Signals, *, stopped_
         signals.watch(None)
     # Only an export is the end: a command may also end well by handing the run to a scheduler, or by planning it.
     exported = (absolute(job.config.export.output_dir) / "config.json").exists()
-    state = DONE if code == 0 and exported else STOPPED if code in (0, *stopped_codes) else FAILED
+    state = DONE if code == 0 and exported else STOPPED if code in STOPPED_CODES else FAILED
     record = JobRecord(
         state=state,
         config_sha256=begun.config_sha256,
         exit_code=code,
-        cause=last_error(job.folder / CONSOLE_FILE, offset) if state == FAILED else "",
+        cause=last_error(job.folder / CONSOLE_FILE, offset) if state == FAILED or code in LOST_CODES else "",
         seconds=round(time.monotonic() - started, 1),
         begun_utc=begun.begun_utc,
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dflash2_train.config import UserError, absolute
+from dflash2_train.exit_codes import EXIT_STOPPED
 from dflash2_train.progress import clock
 from dflash2_train.provenance import atomic_write_json, run_record
 from dflash2_train.run_control import only_run_in
@@ -21,8 +21,6 @@ from dflash2_train.sweep.jobs import CONSOLE_FILE, DONE, FAILED, STOPPED, JobRec
 
 logger = logging.getLogger(__name__)
 EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130  # of a job that a second Ctrl-C ended
-KILLED_CODES = (-signal.SIGTERM, -signal.SIGINT)  # asked to stop before it could answer in good order
 
 
 def train_command(job: SweepJob) -> list[str]:
@@ -30,18 +28,15 @@ def train_command(job: SweepJob) -> list[str]:
     return [sys.executable, "-m", "dflash2_train.train", *job.words]
 
 
-def run_sweep(
-    words: Sequence[str], *, stopped_code: int, command: Callable[[SweepJob], list[str]] = train_command
-) -> int:
+def run_sweep(words: Sequence[str], *, command: Callable[[SweepJob], list[str]] = train_command) -> int:
     """Run the sweep that ``words`` describe and report it.
 
     Args:
         words: the command line behind ``dflash2-train``.
-        stopped_code: what a job ends with that was asked to stop.
         command: what runs a job.
 
     Returns:
-        0 when every job is done, 1 when one failed, ``stopped_code`` when one was stopped and none failed.
+        0 when every job is done, 1 when one failed, EXIT_STOPPED when one was stopped and none failed.
 
     Raises:
         ConfigError: see :func:`dflash2_train.sweep.grid.open_sweep`.
@@ -56,11 +51,11 @@ def run_sweep(
     check_data(sweep)
     with only_run_in(sweep.folder), Signals() as signals:
         note_sweep(sweep, words)
-        states = run_jobs(sweep, command, signals, stopped_codes=(stopped_code, EXIT_INTERRUPTED, *KILLED_CODES))
+        states = run_jobs(sweep, command, signals)
         report_sweep(sweep.folder)
     if FAILED in states:
         return EXIT_FAILED
-    return stopped_code if STOPPED in states or len(states) < len(sweep.jobs) else 0
+    return EXIT_STOPPED if STOPPED in states or len(states) < len(sweep.jobs) else 0
 
 
 def check_data(sweep: Sweep) -> None:
@@ -86,9 +81,7 @@ def note_sweep(sweep: Sweep, words: Sequence[str]) -> None:
     atomic_write_json(path, {**record, "jobs": list(jobs.values())})
 
 
-def run_jobs(
-    sweep: Sweep, command: Callable[[SweepJob], list[str]], signals: Signals, *, stopped_codes: Sequence[int]
-) -> list[str]:
+def run_jobs(sweep: Sweep, command: Callable[[SweepJob], list[str]], signals: Signals) -> list[str]:
     """States of the jobs, in order; fewer of them when the sweep was asked to stop."""
     states = []
     for number, job in enumerate(sweep.jobs, start=1):
@@ -100,18 +93,18 @@ def run_jobs(
         if signals.stopping:
             break
         logger.info("%s: started, see %s", head, _shown(job.folder / CONSOLE_FILE))
-        record = run_job(job, command(job), signals, stopped_codes=stopped_codes)
+        record = run_job(job, command(job), signals)
         states.append(record.state)
         logger.log(logging.WARNING if record.state == FAILED else logging.INFO, "%s: %s", head, told(record))
-    if signals.stopping:
-        logger.info("stopped; the same command continues")
+    if signals.stopping or STOPPED in states:
+        logger.info("not all jobs are at their end; the same command continues")
     return states
 
 
 def told(record: JobRecord) -> str:
     """How a job went, in one line."""
     end = f"{record.state} after {clock(record.seconds)}"
-    return f"{end} (exit code {record.exit_code}): {record.cause}" if record.state == FAILED else end
+    return f"{end} (exit code {record.exit_code}): {record.cause}" if record.cause else end
 
 
 def _shown(path: Path) -> str:

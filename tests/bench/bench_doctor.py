@@ -28,7 +28,7 @@ from dflash2_train.export.weight_writer import write_weights
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
 from dflash2_train.provenance import atomic_write_json
-from tests.bench.bench_export import status_bytes
+from tests.bench.bench_export import bytes_read, status_bytes
 from tests.cases import make_target_info
 from tests.families import load
 
@@ -57,12 +57,12 @@ def measured_check(folder: Path, pipe: Any) -> None:
     from dflash2_train.export.doctor import check_folder
 
     torch.set_num_threads(1)
-    before = status_bytes("VmRSS")
-    start = time.perf_counter()
+    before, read = status_bytes("VmRSS"), bytes_read()
+    start, cpu = time.perf_counter(), time.process_time()
     findings = check_folder(folder)
-    seconds = time.perf_counter() - start
+    result = {"seconds": time.perf_counter() - start, "cpu": time.process_time() - cpu, "read": bytes_read() - read}
     found = sorted({finding.check for finding in findings})
-    pipe.send({"seconds": seconds, "peak": status_bytes("VmHWM") - before, "found": found})
+    pipe.send({**result, "peak": status_bytes("VmHWM") - before, "found": found})
 
 
 def main() -> None:
@@ -83,6 +83,8 @@ def main() -> None:
     line = {
         "weights_mib": round(size / 2**20, 1),
         "seconds": round(result["seconds"], 2),
+        "cpu_seconds": round(result["cpu"], 2),
+        "read_mib": round(result["read"] / 2**20, 1),
         "mib_per_second": round(size / 2**20 / result["seconds"]),
         "peak_mib": round(result["peak"] / 2**20, 1),
         "found": result["found"],

@@ -43,6 +43,11 @@ def status_bytes(field: str) -> int:
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
 
 
+def bytes_read() -> int:
+    """Bytes that this process has asked the system for so far, from disk or from its cache; mapped ones excepted."""
+    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
+
+
 def write_checkpoint(config: RunConfig, step: int, *, masters: bool) -> int:
     """Random weights under the trainer's names; returns their bytes in bf16."""
     folder = Path(config.train.output_dir) / f"step{step:06d}"

@@ -85,6 +85,9 @@ _SMALL = Workload(
 WORKLOADS = {
     "A": _SMALL,
     "B": replace(_SMALL, name="B", vocab=154_880, anchors=64),
+    # Twice the anchors, twice the context: what a step's time and memory grow by.
+    "A-anchors": replace(_SMALL, name="A-anchors", anchors=2 * _SMALL.anchors),
+    "A-context": replace(_SMALL, name="A-context", tokens=2 * _SMALL.tokens),
     "tiny": replace(_SMALL, name="tiny", vocab=2048, layers=2, intermediate=256, tokens=128, anchors=8),
     # The drafter of GLM-5.3-Flash, for one GPU.
     "H200": Workload(

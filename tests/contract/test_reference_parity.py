@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dflash2_train.export.hf import load_drafter
 from dflash2_train.masks import context_masks
 from dflash2_train.model.drafter import Drafter
 from tests.drafters import random_drafter
+from tests.foreign_drafters import HIDDEN, write_zlab
 
 reference = pytest.importorskip("dflash.model")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -91,6 +93,21 @@ def test_training_blocks_equal_the_reference_run_on_the_context_before_each_anch
     for block in range(len(ANCHORS)):
         theirs = their_hidden(model, taps, embedded, block)
         torch.testing.assert_close(ours[:, block], theirs, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sliding", [False, True])
+def test_a_dflash_1_computes_what_the_reference_class_of_its_own_does(sliding: bool, tmp_path: Path) -> None:
+    options = {"is_causal": False, "sliding_window": 6, "use_sliding_window": True} if sliding else {}
+    folder = write_zlab(tmp_path, second=False, sliding=sliding, **options)
+    torch.save(torch.randn(HIDDEN), folder / "mask_embedding.pt")
+    drafter = load_drafter(folder, torch.float32)
+    model = reference.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
+    taps, embedding, block_ids = problem(drafter)
+    embedded = drafter.embed_blocks(block_ids, embedding)
+    ours = our_hidden(drafter, taps, embedded)
+    for block in range(len(ANCHORS)):
+        torch.testing.assert_close(ours[:, block], their_hidden(model, taps, embedded, block), atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()

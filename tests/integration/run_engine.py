@@ -150,6 +150,25 @@ def check_plain_loop(trained: Toy, train: TrainConfig) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+def check_exact_sums(stage: int, dtype: str) -> None:
+    """What the optimizer gets is the sum of all micro-batches' gradients as they are, not rounded to bf16 again."""
+    player, twin = Player(stage, dtype), Toy().to(getattr(torch, dtype))
+    exact = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in twin.named_parameters()}
+    for index in range(GLOBAL_MICROS):
+        (twin(numbers(0, index), None, True) / GLOBAL_MICROS).backward()
+        for name, parameter in twin.named_parameters():
+            assert parameter.grad is not None
+            exact[name] += parameter.grad.double()
+            parameter.grad = None
+    assert player.window(0)
+    clip = min(1.0, player.train.grad_clip / player.engine.gradient_norm())
+    moments = player.engine.gather(MOMENTS[0], player.toy)
+    for name, moment in moments.items():  # (1 - beta1) x gradient after the first step
+        found = moment.double() / (1.0 - player.train.betas[0]) / clip
+        error = float((found - exact[name]).norm() / exact[name].norm())
+        assert error < 1e-5, f"{name}: the reduced gradient is off by {error:.1e}"
+
+
 def check_silent_skip(stage: int, dtype: str) -> None:
     """An optimizer that does nothing and says nothing is found out before anything is saved."""
     player = Player(stage, dtype)
@@ -203,6 +222,7 @@ def save(folder: Path, stage: int, dtype: str) -> None:
     player, state = check_drops(stage, dtype)
     if dtype == "float32":
         check_plain_loop(player.toy, player.train)
+    check_exact_sums(stage, dtype)
     check_average_in_place(player, state)
     check_silent_skip(stage, dtype)
     check_warm_masters(stage, dtype)

@@ -9,9 +9,10 @@ import sys
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from dflash2_train.app import EXIT_FAULT, EXIT_INTERRUPTED, run_guarded
+from dflash2_train.app import EXIT_FAULT, EXIT_INTERRUPTED, run_app, run_guarded
 from dflash2_train.config import RunConfig, UserError
 from tests.unit.test_config import COMPLETE
+from tests.unit.test_imports import HEAVY
 
 
 def composed() -> DictConfig:
@@ -57,17 +58,40 @@ def test_a_bug_keeps_its_traceback() -> None:
         raising(ZeroDivisionError())
 
 
-@pytest.mark.parametrize("module", ["dflash2_train.train", "dflash2_train.evaluate.cli", "data_gen.cli"])
-def test_help_and_config_answer_without_loading_torch(module: str) -> None:
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("train.lrr=1e-3", "train.lrr"),
+        ("launch.ranks=eight", "could not be converted to Integer"),
+        ("+experiment=nothing", "smollm2_cpu"),
+        ("train.lr=[", "no viable alternative at input '['"),
+    ],
+)
+def test_what_hydra_cannot_compose_is_a_fault_to_mend(
+    word: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "+experiment=smollm2_cpu", word])
+    with pytest.raises(SystemExit) as end:
+        run_app("dflash2-train", lambda config: 0)
+    assert end.value.code == EXIT_FAULT
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--help"], ["+experiment=smollm2_cpu", "--cfg", "job"]], ids=["help", "cfg"])
+@pytest.mark.parametrize(
+    "module", ["dflash2_train.train", "dflash2_train.export.cli", "dflash2_train.evaluate.cli", "data_gen.cli"]
+)
+def test_help_and_config_answer_without_loading_a_heavy_library(module: str, words: list[str]) -> None:
     code = (
-        "import sys, runpy\n"
-        f"sys.argv = ['x', '+experiment=smollm2_cpu', '--cfg', 'job']\n"
+        "import runpy, sys\n"
+        f"sys.argv = ['x', *{words!r}]\n"
         "try:\n"
-        f"    runpy.run_module('{module}', run_name='__main__')\n"
-        "except SystemExit:\n"
-        "    pass\n"
-        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+        f"    runpy.run_module({module!r}, run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code, end.code\n"
+        f"loaded = set({HEAVY!r}) & set(sys.modules)\n"
+        "assert not loaded, f'{loaded} were imported'\n"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "name: smollm2_cpu" in done.stdout
+    assert ("name: smollm2_cpu" if "--cfg" in words else "+experiment=smollm2_cpu") in done.stdout

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from dflash2_train.config import UserError
+from dflash2_train.config import ConfigError, UserError
+from dflash2_train.evaluate.subject import describe_models, drafter_folder
 from dflash2_train.export.commands import dispatch
 from dflash2_train.export.convert.command import STYLE_NAMES
 from dflash2_train.export.convert.conversion import Plan, Request, convert, plan_conversion
@@ -24,13 +27,17 @@ from dflash2_train.export.convert.style import ConvertError, Hints
 from dflash2_train.export.convert.target_rows import Target, open_named_target
 from dflash2_train.export.doctor import check_folder
 from dflash2_train.export.hf import load_drafter
+from dflash2_train.export.rewrite import rewrite_papers
 from dflash2_train.export.verify import BAD, verify
 from dflash2_train.export.weight_files import WeightFiles
 from dflash2_train.lineage import warm_start_chain
 from dflash2_train.provenance import sha256_file
+from dflash2_train.runner import DecodeSettings, generate_batch, plain_decode
+from dflash2_train.runner.propose import DraftProposer
 from dflash2_train.warm_start import warm_drafter
 from tests.cases import edit_json, tiny_run_config
 from tests.foreign_drafters import (
+    HIDDEN,
     MASK_ID,
     SHAPE,
     TARGET_LAYERS,
@@ -41,6 +48,7 @@ from tests.foreign_drafters import (
     write_speculators,
     write_zlab,
 )
+from tests.reports import write_report
 from tests.tiny_target import save_tiny_llama
 
 HINTS = Hints(block_size=WIDTH, num_target_layers=TARGET_LAYERS)
@@ -180,6 +188,59 @@ def test_every_recorded_hash_of_a_conversion_holds_and_an_edit_shows(
 def test_the_runner_loads_a_converted_dflash_2(tmp_path: Path, target: Target) -> None:
     out = converted(write_speculators(tmp_path / "source"), tmp_path / "out", target=target)
     assert load_drafter(out, torch.float32).shape == SHAPE
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+def test_the_runner_decodes_with_a_converted_dflash_1_and_changes_no_token(
+    sliding: bool, tmp_path: Path, target: Target
+) -> None:
+    options = {"is_causal": False, "sliding_window": 6, "use_sliding_window": True} if sliding else {}
+    source = write_zlab(tmp_path / "source", second=False, sliding=sliding, **options)
+    drafter = load_drafter(converted(source, tmp_path / "out", target=target), torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(target.name, dtype=torch.float32).eval()
+    prompts = [[5, 17, 9, 40], [61, 2, 33, 8, 70, 12, 4]]
+    for temperature in (0.0, 1.0):
+        settings = DecodeSettings(
+            max_new_tokens=24, num_drafted=WIDTH - 1, stop_ids=frozenset(), temperature=temperature
+        )
+        results = generate_batch(model, drafter, prompts, settings, torch.Generator().manual_seed(0))
+        assert all(len(result.token_ids) == 24 for result in results)
+        if temperature == 0:
+            assert [result.token_ids for result in results] == [
+                plain_decode(model, prompt, settings).token_ids for prompt in prompts
+            ]
+
+
+def test_a_dflash_1_is_measured_with_argmax_proposals_and_no_others(tmp_path: Path, target: Target) -> None:
+    config = tiny_run_config(tmp_path)
+    config.target.name = target.name
+    source = write_zlab(tmp_path / "source", second=False)
+    out = converted(source, tmp_path / "out", target=target, max_shard_gib=12000 / 2**30)
+    config.eval.drafter = str(out)
+    assert drafter_folder(config) == out
+    hashes = describe_models(config, out)["drafter_sha256"]
+    assert hashes == {name: sha256_file(out / name) for name in hashes}
+    assert len(hashes) > 4, "every shard counts"
+    config.eval.draft_sampling = "selector"
+    with pytest.raises(ConfigError, match="has no selector"):
+        describe_models(config, out)
+    (out / MASK_FILE).unlink()
+    with pytest.raises(ConfigError, match=r"mask_embedding\.pt is missing.*convert SOURCE FOLDER --target"):
+        drafter_folder(config)
+
+
+@torch.no_grad()
+def test_a_dflash_1_proposes_the_best_unary_token_of_every_slot(tmp_path: Path, target: Target) -> None:
+    drafter = load_drafter(
+        converted(write_zlab(tmp_path / "source", second=False), tmp_path / "out", target=target), "float32"
+    )
+    head = torch.nn.Linear(HIDDEN, SHAPE.vocab_size, bias=False)
+    proposer = DraftProposer(
+        drafter.eval(), embedding_weight=embedding(target), head=head, num_drafted=WIDTH - 1, capacity=32
+    )
+    proposer.start(0, torch.randn(9, len(SHAPE.target_layer_ids) * HIDDEN))
+    hidden = proposer._block_hidden([4], [9])[:, 1:]
+    assert torch.equal(proposer.propose([4], [9]).draft_ids, head(hidden).argmax(-1))
 
 
 @pytest.mark.parametrize("style", ["zlab", "specforge", "speculators"])
@@ -489,12 +550,61 @@ def test_only_front_matter_states_a_licence(card: str, tmp_path: Path) -> None:
     assert stated_licence(tmp_path) is None
 
 
-def test_the_card_command_sends_a_converted_drafter_to_its_maker(tmp_path: Path, target: Target) -> None:
-    from dflash2_train.export.rewrite import rewrite_papers
+def test_the_card_of_a_conversion_tells_its_source_and_claims_nothing_else(
+    foreign: tuple[Path, bool], tmp_path: Path, target: Target
+) -> None:
+    source, second = foreign
+    (source / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n")
+    out = converted(source, tmp_path / "out", target=target, hints=HINTS)
+    card = (out / "README.md").read_text()
+    header = yaml.safe_load(card.split("---\n")[1])
+    assert header["license"] == "cc-by-nc-4.0"
+    assert ("dflash2" in header["tags"]) is second
+    assert ("| convolution | none |" in card) is not second
+    assert "| served by vLLM | not measured |" in card
+    assert "| training | not recorded |" in card
+    assert sha256_file(source / "model.safetensors") in card
+    assert sha256_file(out / "model.safetensors") in card
+    assert f"row {MASK_ID} of the target's embedding" in card
+    assert "expect fewer accepted tokens" not in card, "its mask slots take the target's row, as every server does"
+    assert str(tmp_path) not in card
 
+
+def test_a_card_says_which_servers_miss_a_trained_mask_vector(tmp_path: Path, target: Target) -> None:
+    out = converted(ours(tmp_path / "ours", target), tmp_path / "out", target=target)
+    assert "expect fewer accepted tokens" in (out / "README.md").read_text()
+
+
+def test_a_measurement_goes_into_the_card_of_a_converted_drafter(tmp_path: Path, target: Target) -> None:
     out = converted(write_zlab(tmp_path / "source"), tmp_path / "out", target=target)
-    with pytest.raises(UserError, match="converted"):
+    report = write_report(tmp_path / "report.json", out)
+    assert len(rewrite_papers(out, [report], repo_id="me/drafter")) == 1
+    card = (out / "README.md").read_text()
+    assert "| built-in runner | 2.667 (greedy, 1 in flight) |" in card
+    assert '"model": "me/drafter"' in card
+    assert "acceptance length greedy" in (out / "PROVENANCE.txt").read_text()
+    assert [check for check in verify(out) if check.verdict in BAD] == []
+
+
+def test_a_folder_for_another_tool_gets_no_card_of_this_one(tmp_path: Path, target: Target) -> None:
+    out = converted(write_zlab(tmp_path / "source"), tmp_path / "out", "speculators", target)
+    assert not (out / "README.md").exists()
+    with pytest.raises(UserError, match="another tool's layout"):
         rewrite_papers(out, [])
+
+
+@pytest.mark.parametrize("to", ["hf", "speculators"])
+def test_a_conversion_may_be_written_in_shards(to: str, tmp_path: Path, target: Target) -> None:
+    source = write_zlab(tmp_path / "source")
+    out = converted(source, tmp_path / "out", to, target, max_shard_gib=12000 / 2**30)
+    files = WeightFiles(out)
+    assert len(files.paths) > 2
+    assert not (out / "model.safetensors").exists()
+    back = converted(out, tmp_path / "back", target=target)
+    assert load_file(back / "model.safetensors").keys() == load_file(source / "model.safetensors").keys()
+    assert [check for check in verify(out) if check.verdict in BAD] == []
+    if to == "hf":
+        assert check_folder(out, target_info=target.info) == []
 
 
 def test_the_command_converts_says_what_is_lost_and_refuses_with_exit_2(

@@ -259,6 +259,25 @@ def test_a_drafter_of_the_first_version_is_judged_by_its_own_list_of_tensors(fol
     assert [finding.check for finding in check_folder(folder)] == ["record-missing"]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([-3.0, 0.5, 2.0], (True, -3.0, 2.0)),
+        ([-3.0, float("nan"), 2.0], (False, -3.0, 2.0)),
+        ([float("-inf"), 0.5, 2.0], (False, 0.5, 2.0)),
+        ([float("nan")] * 3, (False, 0.0, 0.0)),
+        ([], (True, 0.0, 0.0)),
+    ],
+)
+def test_one_pass_over_stored_values_tells_whether_all_are_finite_and_the_ends_of_those_that_are(
+    values: list[float], expected: tuple[bool, float, float], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    save_file({"t": torch.tensor(values, dtype=dtype)}, tmp_path / "model.safetensors")
+    found = Weights(tmp_path).figures("t")
+    assert (found.finite, found.low, found.high) == expected
+
+
 def test_a_large_tensor_is_read_a_piece_at_a_time(tmp_path: Path) -> None:
     wide = PIECE_ELEMENTS // 4
     table = torch.zeros(9, wide, dtype=torch.bfloat16)

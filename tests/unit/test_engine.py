@@ -15,14 +15,14 @@ def test_bf16_accumulates_in_fp32_and_batch_sizes_multiply_out() -> None:
     config = build_deepspeed_config(settings(accumulation=3), world_size=4)
     assert config["train_batch_size"] == 2 * 3 * 4
     assert config["bf16"]["enabled"] is True
-    assert config["data_types"]["grad_accum_dtype"] == "fp32"
+    assert config["data_types"]["grad_accum_dtype"] == config["communication_data_type"] == "fp32"
     assert config["zero_optimization"]["stage"] == 1
 
 
 def test_fp32_asks_for_no_mixed_precision() -> None:
     config = build_deepspeed_config(settings(dtype="float32"), world_size=1)
     assert config["bf16"]["enabled"] is False
-    assert "data_types" not in config
+    assert "data_types" not in config and "communication_data_type" not in config
 
 
 def test_without_zero_the_optimizer_clips_and_not_deepspeed() -> None:

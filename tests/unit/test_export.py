@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash2_train.config import RunConfig
-from dflash2_train.export.hf import ExportError, export_hf, load_drafter
+from dflash2_train.export.hf import export_hf, load_drafter
 from dflash2_train.export.payload import ALL_FILES
+from dflash2_train.export.workspace import ExportError
 from dflash2_train.provenance import sha256_file
 from tests.cases import RECORD, edit_json, make_drafter, make_target_info, tiny_run_config
 

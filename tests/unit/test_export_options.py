@@ -18,6 +18,7 @@ from dflash2_train.export.doctor import check_folder
 from dflash2_train.export.hf import export_hf, load_drafter
 from dflash2_train.export.weight_files import INDEX, WeightFiles
 from dflash2_train.export.weight_writer import plan_shards, write_weights
+from dflash2_train.export.workspace import ExportError
 from dflash2_train.provenance import atomic_write_json, sha256_file
 from dflash2_train.target import FrozenHead
 from tests.cases import RECORD, edit_json, make_drafter, make_target_info
@@ -79,7 +80,7 @@ def test_a_disk_that_kept_other_bytes_is_noticed(
         return hashes
 
     monkeypatch.setattr(hf, "write_weights", worn)
-    with pytest.raises(hf.ExportError, match=r"differ from what was written: model\.safetensors"):
+    with pytest.raises(ExportError, match=r"differ from what was written: model\.safetensors"):
         export(tiny_config, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -91,7 +92,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(hf, "write_weights", full)
-    with pytest.raises(hf.ExportError, match="No space left on device"):
+    with pytest.raises(ExportError, match="No space left on device"):
         export(tiny_config, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import struct
+from collections import Counter
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dflash2_train import provenance
 from dflash2_train.config import RunConfig
-from dflash2_train.export import gguf_export, gguf_write
+from dflash2_train.export import gguf_export, gguf_source, gguf_write, tensor_file
 from dflash2_train.export.gguf_export import export_gguf
 from dflash2_train.export.gguf_read import GgufFile, read_gguf_drafter
 from dflash2_train.export.gguf_source import DrafterFolder, SourceTensor
 from dflash2_train.export.gguf_types import GgufError
+from dflash2_train.export.workspace import ExportError
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.provenance import sha256_file
 from tests.cases import edit_json, make_drafter
@@ -227,7 +232,7 @@ def test_a_crash_while_writing_leaves_the_earlier_file_and_nothing_half_written(
         raise OSError("no space left")
 
     monkeypatch.setattr(gguf_write, "encode", fail)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(ExportError, match="no space"):
         export_gguf(config)
     assert sha256_file(folder / "tiny-F32.gguf") == before
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
@@ -255,7 +260,7 @@ def rename_tensor(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (flip_value, r"further from its values than F32 allows"),
+        (flip_value, "its bytes are not those that were written"),
         (lower_key, r"dflash\.block_size: another value"),
         (rename_tensor, r"blk\.0\.attn_q\.weight: missing"),
     ],
@@ -275,6 +280,56 @@ def test_a_file_that_reads_back_differently_is_never_published(
     assert list(gguf_export.gguf_folder(config).glob("*.gguf*")) == []
 
 
+def test_a_value_that_is_encoded_wrongly_is_never_written(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.export.gguf.types = ["Q8_0"]
+    encode = gguf_write.encode
+    monkeypatch.setattr(gguf_write, "encode", lambda rows, kind, name: encode(rows * 1.05, kind, name))
+    with pytest.raises(GgufError, match="further from its own than this type allows"):
+        export_gguf(config)
+    assert list(gguf_export.gguf_folder(config).iterdir()) == []
+
+
+def test_a_source_that_changes_while_it_is_converted_gives_no_file(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_drafter(config, tmp_path / "drafter")
+    config.export.gguf.source = str(source)
+    path = source / "model.safetensors"
+    write = gguf_write._write
+
+    def overtaken(*arguments: Any) -> Any:
+        save_file({name: tensor * 2 for name, tensor in load_file(path).items()}, path)
+        return write(*arguments)
+
+    monkeypatch.setattr(gguf_write, "_write", overtaken)
+    with pytest.raises(GgufError, match=r"model\.safetensors: its bytes are not those that were hashed before"):
+        export_gguf(config)
+    assert list(gguf_export.gguf_folder(config).iterdir()) == []
+
+
+def test_the_weights_of_an_export_are_read_once_a_file_and_never_for_a_hash_alone(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_drafter(config, tmp_path / "drafter")
+    monkeypatch.setattr(gguf_export, "export_checkpoint", lambda _config: source)
+    config.export.gguf.source = None
+    config.export.gguf.types = ["F32", "BF16"]
+    taken: Counter[str] = Counter()
+    for module in (provenance, gguf_source, gguf_export, gguf_write):
+        monkeypatch.setattr(module, "sha256_file", lambda file: taken.update([file.name]) or sha256_file(file))
+    passed = tensor_file._read_whole
+
+    def counted(file: FileIO, piece: memoryview) -> None:
+        taken[f"bytes of {Path(str(file.name)).parent.name}"] += len(piece)  # the target's table comes from another
+        passed(file, piece)
+
+    monkeypatch.setattr(tensor_file, "_read_whole", counted)
+    export_gguf(config)
+    assert taken["model.safetensors"] == 0
+    assert taken["bytes of drafter"] == 2 * (source / "model.safetensors").stat().st_size
+    assert taken["tiny-F32.gguf"] == taken["tiny-BF16.gguf"] == 1, "what was written is read back once"
+
+
 def test_a_large_tensor_is_written_and_checked_in_pieces_of_whole_rows(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,8 +339,8 @@ def test_a_large_tensor_is_written_and_checked_in_pieces_of_whole_rows(
     sizes: list[int] = []
     pieces = SourceTensor.pieces
 
-    def counted(self: SourceTensor):  # noqa: ANN202
-        for rows in pieces(self):
+    def counted(self: SourceTensor, file: object = None):  # noqa: ANN202
+        for rows in pieces(self, file):
             sizes.append(rows.numel())
             yield rows
 
@@ -388,7 +443,8 @@ def test_a_plan_of_the_glm_drafter_has_81_tensors_and_keeps_32_of_them_in_float3
     folder = DrafterFolder()  # type: ignore[call-arg]
     folder.folder, folder.shape = Path("glm"), GLM_5_LAYERS
     folder.expected = Drafter.expected_tensors(GLM_5_LAYERS)
-    folder.weights = SimpleNamespace(path_of=lambda name: Path("glm") / "model.safetensors")  # type: ignore[assignment]
+    path = Path("glm") / "model.safetensors"
+    folder.weights = SimpleNamespace(header=folder.expected, path_of=lambda name: path)  # type: ignore[assignment]
     plan = folder.plan("Q8_0", gguf_config(Path("x")).export.gguf, None)
     kinds = [tensor.kind for tensor in plan]
     assert (len(kinds), kinds.count("F32"), kinds.count("Q8_0")) == (81, 2 + 6 * 5, 49)

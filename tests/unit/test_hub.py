@@ -273,7 +273,7 @@ def test_gguf_files_go_with_their_record_once_the_doctor_agrees(
     from dflash2_train.export.hub import push as module
 
     ggufs = gguf_folder(folder, folder.parent / "ggufs")
-    monkeypatch.setattr(module, "refuse_faults", lambda *_: None)  # the tiny drafter is too narrow for llama.cpp
+    monkeypatch.setattr(module, "refuse_errors", lambda *_: None)  # the tiny drafter is too narrow for llama.cpp
     push_to(hub, ggufs)
     assert names(hub) == {"tiny-BF16.gguf", "gguf.json", "README.md", ".gitattributes"}
     weights = sha256_file(folder / "model.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import os
@@ -19,7 +20,7 @@ import pytest
 from dflash2_train.config import ConfigError, RunConfig, UserError
 from dflash2_train.exit_codes import EXIT_LOST_RANK, EXIT_STALLED
 from dflash2_train.launching import checks, environment, shards
-from dflash2_train.launching.checks import check_port, check_unused, check_writable, ranks_here
+from dflash2_train.launching.checks import check_port, check_unused, prepare_folder, ranks_here
 from dflash2_train.launching.command import AS_NODE, Command, start
 from dflash2_train.launching.environment import devices_of, import_path, refuse_bare_srun, without_ranks
 from dflash2_train.launching.follow import Follow, keep_older, last_lines
@@ -207,19 +208,22 @@ def test_nodes_that_cannot_share_a_stage_are_refused(tiny_config: RunConfig) -> 
 # --- folders and ports ----------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_writable(tmp_path / "run")
-    assert list((tmp_path / "run").iterdir()) == []
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="run_dir=.*Not a directory"):
-        check_writable(tmp_path / "file" / "run")
+    for folder in (tmp_path / "file" / "run", Path("/sys/dflash2-train"), Path("/proc/dflash2-train")):
+        with pytest.raises(UserError, match=rf"run_dir='{folder}': nothing can be written there \(.*another run_dir"):
+            prepare_folder(folder, "run_dir")
+    prepare_folder(tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
 
     def read_only(*_: object, **__: object) -> None:
-        raise OSError(30, "Read-only file system")
+        raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(checks.tempfile, "NamedTemporaryFile", read_only)
-    with pytest.raises(UserError, match="Read-only file system"):
-        check_writable(tmp_path / "run")
+    with pytest.raises(UserError, match=r"train\.output_dir=.*Read-only file system"):
+        prepare_folder(tmp_path / "run")
 
 
 def test_a_folder_in_use_names_who_holds_it_and_a_lock_left_over_is_no_matter(

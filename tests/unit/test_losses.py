@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from dflash2_train import budgets
+from dflash2_train.budgets import LOGIT_GROUP as GROUP
 from dflash2_train.config import KL_KINDS, ConfigError
 from dflash2_train.losses import (
     MIN_TAIL,
@@ -22,7 +24,7 @@ from dflash2_train.losses import (
     unary_candidates,
     unary_loss,
 )
-from dflash2_train.losses.candidates import GROUP, top_candidates
+from dflash2_train.losses.candidates import top_candidates
 from dflash2_train.losses.shaping import Shaping
 
 N, H, V, T, C = 11, 6, 37, 5, 4
@@ -171,6 +173,55 @@ def test_the_result_does_not_depend_on_the_chunk(cap: float | None) -> None:
     for outcome in outcomes[1:]:
         for found, expected in zip(outcome, outcomes[0], strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kl_kind", TOP_K_KINDS)
+@pytest.mark.parametrize(("multiplier", "cap"), SHAPINGS)
+def test_the_result_does_not_depend_on_the_tiles_of_the_vocabulary(
+    kl_kind: str, multiplier: float, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes = []
+    for columns in (V, V // 2 + 1, C + 1, C - 1, 1):
+        monkeypatch.setattr(budgets, "TILE_BYTES", columns * budgets.TILE_ROWS * 8)
+        inputs = problem(scale=3.0)
+        inputs["target_ids"][:3] = inputs["teacher_ids"][:3, 1]  # the gold token among the teacher's
+        inputs["teacher_logprobs"][1:4, 2:] = -torch.inf  # and entries that are not part of T, of any id
+        inputs["teacher_ids"][1:4, 2:] = 0
+        inputs["teacher_logprobs"][4] = -torch.inf
+        shaping = {"output_multiplier": multiplier, "final_logit_softcapping": cap}
+        result = run(inputs, kl_kind=kl_kind, chunk_bytes=MIB, **shaping)
+        (gradient,) = torch.autograd.grad(weighted(result.loss), inputs["hidden"])
+        outcomes.append((*(field.detach() for field in result), gradient))
+    for outcome in outcomes[1:]:
+        for found, expected in zip(outcome, outcomes[0], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_a_confident_drafters_gradient_keeps_its_digits_in_16_bits() -> None:
+    """q - p is small against both where the drafter is nearly right; a rounded q would lose it."""
+    inputs = problem(torch.bfloat16, rows=64, hidden=32, vocab=600)
+    with torch.no_grad():
+        head, target = inputs["head_weight"].double(), inputs["target_ids"]
+        confident = head[target] * (8.0 / head[target].square().sum(-1, keepdim=True)) * 1.5
+        inputs["hidden"] = confident.bfloat16()
+    inputs["hidden"].requires_grad_()
+    options = {"ce_weight": 1.0, "kl_weight": 0.0}
+    (gradient,) = torch.autograd.grad(run(inputs, chunk_bytes=MIB, **options).loss.sum(), inputs["hidden"])
+    exact = {name: part.detach().double() if part.is_floating_point() else part for name, part in inputs.items()}
+    logits = (exact["hidden"] @ exact["head_weight"].T).bfloat16().double()  # as served
+    slope = logits.softmax(-1)
+    slope[torch.arange(64), target] -= 1.0
+    assert float(slope[torch.arange(64), target].abs().median()) < 0.05  # a confident drafter, or this shows nothing
+    assert relative_error(gradient, slope @ exact["head_weight"]) < 5e-3
+
+
+def test_a_loss_whose_gradient_was_taken_refuses_a_second_time() -> None:
+    """The gradient is weighted where it lies; a silent second use would weigh it twice."""
+    inputs = problem()
+    loss = weighted(run(inputs).loss)
+    torch.autograd.grad(loss, inputs["hidden"], retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, inputs["hidden"])
 
 
 def test_a_chunk_smaller_than_a_row_still_sweeps_row_by_row() -> None:
@@ -358,7 +409,7 @@ def test_the_memory_of_the_sweep_stays_below_a_tenth_of_all_logits_whatever_the_
 
 def test_a_byte_budget_below_that_is_kept() -> None:
     workspace = Workspace()
-    inputs = problem(torch.float32, rows=4096, vocab=1024)
+    inputs = problem(torch.bfloat16, rows=4096, vocab=1024)
     run(inputs, chunk_bytes=MIB // 4, workspace=workspace).loss.sum().backward()
     assert MIB // 8 < workspace.num_bytes() <= MIB // 4
 

@@ -99,8 +99,8 @@ def compile_kernels() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from dflash2_train.budgets import LOGIT_GROUP as GROUP
     from dflash2_train.losses import kernels
-    from dflash2_train.losses.candidates import GROUP
     from dflash2_train.losses.pass_triton import TILE, WARPS
 
     constants = {"HAS_CAP": True, "HAS_TEACHER": True, "GROUP": GROUP, "TILE": TILE}

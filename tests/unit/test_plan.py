@@ -183,6 +183,15 @@ def test_counted_prompts_win_over_assumed_ones(tiny_config: RunConfig) -> None:
         stage_plan.find_amounts(tiny_config, None)
 
 
+@pytest.mark.parametrize(("assumed", "planned"), [(5.0, 5.0), (90.0, 8.0), (None, 8.0)])
+def test_no_answer_is_planned_longer_than_the_sampling_allows(
+    tiny_config: RunConfig, assumed: float | None, planned: float
+) -> None:
+    tiny_config.data.sampling.max_tokens = 8
+    config = dataclasses.replace(tiny_config, plan=PlanConfig(prompts=2, answer_tokens=assumed))
+    assert stage_plan.find_amounts(config, None).answer_tokens == planned
+
+
 def test_the_plan_stage_writes_its_numbers_and_starts_nothing(tiny_config: RunConfig, tmp_path: Path) -> None:
     tiny_config.plan.prompts, tiny_config.run_dir = 7, str(tmp_path / "run")
     stage_plan.plan_stage(tiny_config)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflash2_train.plots.figure import Series, series, smoothed
-from dflash2_train.plots.overlay import write_overlay
+from dflash2_train.plots.overlay import overlay_panels, write_overlay
 from dflash2_train.plots.training import panels_of, slots_of, write_training_plot
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -79,3 +79,11 @@ def test_runs_of_unlike_figures_are_laid_over_each_other(tmp_path: Path) -> None
     old = [{"step": step, "attempt": 1, "loss": 2.0} for step in range(1, 9)]
     write_overlay({"new": log_rows(), "old": old}, tmp_path / "runs.png", "new | old")
     assert (tmp_path / "runs.png").read_bytes().startswith(PNG)
+
+
+def test_what_each_run_measured_only_once_gets_no_panel_of_points() -> None:
+    once = [{"step": step, "loss": 2.0} for step in (1, 2)]
+    once[-1]["validation/acceptance_length"] = 1.4
+    twice = [{**row, "validation/acceptance_length": 1.4} for row in once]
+    assert len(overlay_panels({"a": once, "b": once})) == 1
+    assert len(overlay_panels({"a": once, "b": twice})) == 2

@@ -101,8 +101,16 @@ def test_a_column_chooses_rows_and_filtered_rows_are_counted_apart_from_faulty_o
     with pytest.raises(ConfigError, match="no column 'langauge', which where names; there are: language, ok, prompt"):
         load_prompts([source])
     source.where = {"language": ["Dutch"]}
-    with pytest.raises(ConfigError, match="no row is left.*12 filtered"):
+    with pytest.raises(ConfigError, match=r"no row is left.*12 filtered.*Loosen its filters"):
         load_prompts([source])
+
+
+def test_too_few_rows_for_a_hold_out_share_are_told_to_raise_the_share(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Prompt {i}"}) + "\n" for i in range(12)))
+    source = PromptSourceConfig(kind="jsonl", path=str(path), prompt_column="prompt", holdout_share=1e-9)
+    with pytest.raises(ConfigError, match="no row is left.*Give both sides a larger holdout_share"):
+        load_prompts([source], split="holdout")
 
 
 # --- the hash split ---

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from dflash2_train.config import ConfigError, GuardConfig, UserError
+from dflash2_train.config import ConfigError, GuardConfig, RunConfig, UserError
 from dflash2_train.run_control import (
     SCHEDULER_END,
     STOP_SIGNALS,
     StopRequest,
     ends_of_job,
     only_run_in,
-    prepare_folder,
 )
+from dflash2_train.train import train
 
 
 @pytest.fixture(autouse=True)
@@ -45,13 +45,10 @@ def test_what_a_dead_run_left_in_its_lock_keeps_nobody_out(tmp_path: Path) -> No
         assert str(os.getpid()) in (tmp_path / ".lock").read_text()
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_before_the_start(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "file" / "run", Path("/sys/dflash2-train")):
-        with pytest.raises(UserError, match=r"cannot be written to .*another train\.output_dir"):
-            prepare_folder(folder)
-    prepare_folder(tmp_path / "run")
-    assert list((tmp_path / "run").iterdir()) == []
+def test_a_place_where_no_export_can_be_made_is_refused_before_the_first_step(tiny_config: RunConfig) -> None:
+    tiny_config.export.output_dir = "/proc/nowhere/export"
+    with pytest.raises(UserError, match=r"export\.output_dir='/proc/nowhere': nothing can be written there"):
+        train(tiny_config)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from dflash2_train.config import ConfigError, UserError
+from dflash2_train.exit_codes import EXIT_LOST_RANK, EXIT_STALLED, EXIT_STOPPED
 from dflash2_train.runs.cli import run_command
 from dflash2_train.runs.sweep import read_sweep
 from dflash2_train.sweep.grid import Sweep, SweepJob, job_name, open_sweep
 from dflash2_train.sweep.jobs import JobRecord, Signals
 from dflash2_train.sweep.run import run_sweep
 
-EXIT_STOPPED = 143
 GRID = ("-m", "+experiment=smollm2_cpu", "loss.gamma=3,6.5", "drafter.num_layers=1,2")
 # Leaves what training leaves: a curve whose forecast grows with gamma. Fails for the words that a test names.
 TRAINER = """
@@ -26,6 +26,8 @@ import json, os, pathlib, signal, sys, time
 folder, gamma, act = pathlib.Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 if act == "fail":
     sys.exit(print("error: train.lr=9: must lie in (0, 1). Use 6e-4.", file=sys.stderr) or 2)
+if act.isdigit():
+    sys.exit(print("error: rank 1 is gone without a word.", file=sys.stderr) or int(act))
 if act == "stop":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.kill(os.getppid(), signal.SIGTERM)
@@ -127,7 +129,7 @@ def test_the_package_lists_of_a_folder_of_ones_own_are_swept_too(words: list[str
 )
 def test_what_cannot_be_run_is_refused_before_the_first_job(words: list[str], more: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        run_sweep([*words, *more], stopped_code=EXIT_STOPPED, command=FakeTrainer())
+        run_sweep([*words, *more], command=FakeTrainer())
     assert said in str(caught.value)
     assert not Path("runs").exists()
 
@@ -138,43 +140,61 @@ def test_a_sweep_without_an_experiment_captures_or_as_a_rank_is_refused(
     with pytest.raises(ConfigError, match="Name one, as in"):
         open_sweep(["-m", "train.lr=1e-3,2e-3"])
     with pytest.raises(UserError, match="no captured samples there"):
-        run_sweep([*words, "data.root=nowhere"], stopped_code=EXIT_STOPPED)
+        run_sweep([*words, "data.root=nowhere"])
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match="one rank of several"):
-        run_sweep(words, stopped_code=EXIT_STOPPED)
+        run_sweep(words)
 
 
 def test_a_failing_job_costs_no_other_one_and_only_it_is_tried_again(words: list[str]) -> None:
     folder = Path("runs/smollm2_cpu/sweep")
-    assert run_sweep(words, stopped_code=EXIT_STOPPED, command=FakeTrainer(gamma_3="fail")) == 1
+    assert run_sweep(words, command=FakeTrainer(gamma_3="fail")) == 1
     failed = JobRecord.read(folder / "drafter.num_layers-1+loss.gamma-3")
     assert failed is not None
     assert (failed.state, failed.exit_code) == ("failed", 2)
     assert failed.cause == "train.lr=9: must lie in (0, 1). Use 6e-4."
     assert starts(folder) == {f"drafter.num_layers-{layers}+loss.gamma-6.5": 1 for layers in (1, 2)}
-    assert run_sweep(words, stopped_code=EXIT_STOPPED, command=FakeTrainer()) == 0
+    assert run_sweep(words, command=FakeTrainer()) == 0
     assert set(starts(folder).values()) == {1}, "what was done is left alone"
     assert len(starts(folder)) == 4
 
 
 def test_further_values_find_what_is_done_and_another_setting_does_not_pass_for_it(words: list[str]) -> None:
     folder = Path("runs/smollm2_cpu/sweep")
-    run_sweep(words, stopped_code=EXIT_STOPPED, command=FakeTrainer())
-    run_sweep([*words, "loss.gamma=6.5,9"], stopped_code=EXIT_STOPPED, command=FakeTrainer())
+    run_sweep(words, command=FakeTrainer())
+    run_sweep([*words, "loss.gamma=6.5,9"], command=FakeTrainer())
     assert set(starts(folder).values()) == {1} and len(starts(folder)) == 6
     assert len(read_sweep(folder).rows) == 6, "jobs of the earlier start stay in the table"
-    run_sweep([*words, "train.lr=1e-3"], stopped_code=EXIT_STOPPED, command=FakeTrainer())
+    run_sweep([*words, "train.lr=1e-3"], command=FakeTrainer())
     assert starts(folder)["drafter.num_layers-1+loss.gamma-3"] == 2
 
 
 def test_sigterm_reaches_the_running_job_and_no_further_one_starts(words: list[str]) -> None:
     folder = Path("runs/smollm2_cpu/sweep")
     before = signal.getsignal(signal.SIGTERM)
-    code = run_sweep(words, stopped_code=EXIT_STOPPED, command=FakeTrainer(gamma_3="stop"))
+    code = run_sweep(words, command=FakeTrainer(gamma_3="stop"))
     assert code == EXIT_STOPPED
     assert signal.getsignal(signal.SIGTERM) == before
     assert [row.state for row in read_sweep(folder).rows] == ["stopped", "waiting", "waiting", "waiting"]
-    assert run_sweep(words, stopped_code=EXIT_STOPPED, command=FakeTrainer()) == 0
+    assert run_sweep(words, command=FakeTrainer()) == 0
+
+
+@pytest.mark.parametrize("code", [EXIT_LOST_RANK, EXIT_STALLED])
+def test_a_job_whose_ranks_lost_one_another_is_stopped_with_the_cause_and_continued_later(
+    words: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path("runs/smollm2_cpu/sweep")
+    assert run_sweep(words, command=FakeTrainer(gamma_3=str(code))) == EXIT_STOPPED
+    lost = JobRecord.read(folder / "drafter.num_layers-1+loss.gamma-3")
+    assert lost is not None
+    assert (lost.state, lost.exit_code, lost.cause) == ("stopped", code, "rank 1 is gone without a word.")
+    told = "stopped, the same command continues it: rank 1 is gone without a word."
+    assert (folder / "sweep.md").read_text().count(told) == 2
+    assert capsys.readouterr().out.count(told) == 2
+    assert len(starts(folder)) == 2, "the other jobs were trained"
+    assert run_sweep(words, command=FakeTrainer()) == 0
+    assert set(starts(folder).values()) == {1}
+    assert "Not at their end" not in (folder / "sweep.md").read_text()
 
 
 def test_a_request_that_comes_while_a_job_is_being_started_reaches_it() -> None:
@@ -188,9 +208,9 @@ def test_a_request_that_comes_while_a_job_is_being_started_reaches_it() -> None:
 def test_a_job_that_ends_well_without_an_export_is_not_done(words: list[str]) -> None:
     folder = Path("runs/smollm2_cpu/sweep")
     trainer = FakeTrainer(gamma_3="hand on")
-    assert run_sweep(words, stopped_code=EXIT_STOPPED, command=trainer) == EXIT_STOPPED
+    assert run_sweep(words, command=trainer) == EXIT_STOPPED
     assert sorted(row.state for row in read_sweep(folder).rows) == ["done", "done", "stopped", "stopped"]
-    assert run_sweep(words, stopped_code=EXIT_STOPPED, command=FakeTrainer()) == 0
+    assert run_sweep(words, command=FakeTrainer()) == 0
     assert starts(folder)["drafter.num_layers-1+loss.gamma-3"] == 2
 
 
@@ -198,13 +218,13 @@ def test_two_sweeps_in_one_folder_are_refused(words: list[str]) -> None:
     from dflash2_train.run_control import only_run_in
 
     with only_run_in(Path("runs/smollm2_cpu/sweep")), pytest.raises(UserError, match="in use by another dflash2-train"):
-        run_sweep(words, stopped_code=EXIT_STOPPED, command=FakeTrainer())
+        run_sweep(words, command=FakeTrainer())
 
 
 def test_the_table_ranks_by_what_was_reached_and_is_written_with_a_picture(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_sweep(words, stopped_code=EXIT_STOPPED, command=FakeTrainer(layers_2="fail"))
+    run_sweep(words, command=FakeTrainer(layers_2="fail"))
     folder = Path("runs/smollm2_cpu/sweep")
     result = read_sweep(folder)
     assert result.by == "selector_path"
@@ -243,7 +263,7 @@ def test_other_commands_refuse_multirun_by_name(
 
 
 def test_the_record_tells_how_to_repeat_the_sweep(words: list[str]) -> None:
-    run_sweep(words, stopped_code=EXIT_STOPPED, command=FakeTrainer())
+    run_sweep(words, command=FakeTrainer())
     record = json.loads(Path("runs/smollm2_cpu/sweep/sweep.json").read_text())
     assert record["command"] == ["dflash2-train", *words]
     assert "commit" in record["git"] and "torch" in record["packages"]

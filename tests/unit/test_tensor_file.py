@@ -34,6 +34,30 @@ def test_values_and_hash_are_the_files_own_in_whatever_order_it_is_read(path: Pa
     assert torch.equal(file.read("b"), whole["b"]), "and reading goes on"
 
 
+@pytest.mark.parametrize("num_values", [None, 7, 1000])
+@pytest.mark.parametrize("order", ["abcdef", "fedcba", "aa", "e"])
+def test_pieces_are_the_tensor_in_order_and_the_hash_comes_with_them(
+    path: Path, order: str, num_values: int | None
+) -> None:
+    whole, file = load_file(path), TensorFile(path)
+    for name in order:
+        pieces = list(file.pieces(name, num_values))
+        assert torch.equal(torch.cat([whole[name].new_empty(0), *pieces]), whole[name].flatten())
+        limit = num_values or 64 // whole[name].element_size()
+        assert all(len(piece) == limit for piece in pieces[:-1])
+    assert file.sha256() == sha256_file(path)
+
+
+def test_readers_that_stop_midway_or_cross_each_other_leave_the_hash_right(path: Path) -> None:
+    whole, file = load_file(path), TensorFile(path)
+    first = file.pieces("a", 7)
+    next(first)
+    assert torch.equal(file.read("f"), whole["f"])
+    crossed = torch.cat([piece for pair in zip(first, file.pieces("a", 7), strict=False) for piece in pair])
+    assert torch.equal(crossed[:7], whole["a"].flatten()[7:14]) and torch.equal(crossed[7:14], whole["a"].flatten()[:7])
+    assert file.sha256() == sha256_file(path)
+
+
 def test_a_file_that_is_cut_while_it_is_read_is_no_tensor_of_zeros(path: Path) -> None:
     file = TensorFile(path)
     path.write_bytes(path.read_bytes()[:-1])

@@ -38,9 +38,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-target-layers", type=int, metavar="N", help="where neither source nor target say")
     parser.add_argument("--verifier", help="the target's name in a speculators configuration")
     parser.add_argument("--dtype", choices=DTYPES, help="default: as in the source")
+    parser.add_argument("--max-shard-gib", type=_positive, metavar="GIB", help="several weights files with an index")
     parser.add_argument("--accept-losses", action="store_true", help="convert though it will draft otherwise")
     parser.add_argument("--json", action="store_true", help="one JSON document in the place of text")
     return parser
+
+
+def _positive(text: str) -> float:
+    """A size above 0, as export.max_shard_gib."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,7 +70,12 @@ def main(argv: Sequence[str]) -> int:
     hints = Hints(block_size=options.block_size, num_target_layers=options.num_target_layers, verifier=options.verifier)
     target = open_named_target(options.target, options.target_revision) if options.target else None
     request = Request(
-        to=STYLES[options.to], hints=hints, target=target, dtype=options.dtype, accept_losses=options.accept_losses
+        to=STYLES[options.to],
+        hints=hints,
+        target=target,
+        dtype=options.dtype,
+        accept_losses=options.accept_losses,
+        max_shard_gib=options.max_shard_gib,
     )
     plan = plan_conversion(obtained.path, request)
     convert(plan, output, name=obtained.name, commit=obtained.commit)

@@ -6,9 +6,6 @@ before it takes its name: what it says must be what the source says.
 
 from __future__ import annotations
 
-import logging
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -29,17 +26,21 @@ from dflash2_train.export.convert.target_rows import (
     find_mask,
     refuse_other_target,
 )
-from dflash2_train.export.doctor import ERROR, check_folder
+from dflash2_train.export.doctor import examine
+from dflash2_train.export.doctor.findings import Examination, refuse_errors
 from dflash2_train.export.doctor.known_keys import TOP
-from dflash2_train.export.payload import CONFIG, MASK, MIN_MASK_NORM, RECORD, read_json
+from dflash2_train.export.doctor.opened import OpenedDrafter
+from dflash2_train.export.doctor.target_facts import TargetFacts
+from dflash2_train.export.doctor.weights import Weights
+from dflash2_train.export.payload import CONFIG, MASK, MIN_MASK_NORM
 from dflash2_train.export.published import FIRST_ARCHITECTURE, SECOND_KEYS, expected_tensors
 from dflash2_train.export.weight_files import EMBEDDING
-from dflash2_train.export.weight_writer import write_weights
+from dflash2_train.export.weight_writer import shard_bytes, write_weights
+from dflash2_train.export.workspace import real_path, workspace
 from dflash2_train.model.drafter_config import DrafterShape
 from dflash2_train.provenance import atomic_write_json, publish
 from dflash2_train.target import torch_dtype
 
-logger = logging.getLogger(__name__)
 NO_FUNCTION = ("initializer_range",)  # fields of a shape that change no draft and that a style may not hold
 
 
@@ -52,6 +53,7 @@ class Request:
     target: Target | None = None
     dtype: str | None = None  # None: as the source has it
     accept_losses: bool = False  # also those that change the drafts
+    max_shard_gib: float | None = None  # of a weights file; None: one file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,22 +126,19 @@ def convert(plan: Plan, output: Path, *, name: str, commit: str | None) -> Path:
         ``output``.
 
     Raises:
-        ConvertError: the folder is taken, cannot be written, or the result breaks a rule.
+        ConvertError: the folder is taken, or the result breaks a rule.
+        ExportError: another process makes the folder, or it cannot be written.
     """
-    refuse_taken(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
+    final = real_path(output)
+    with workspace(final) as space:
+        refuse_taken(final)
+        temporary = space / final.name
         temporary.mkdir()
         hashes = _write(temporary, plan)
         origin = source_record(plan.source, name, commit)
-        write_papers(temporary, plan, origin, output_name=output.name)
+        write_papers(temporary, plan, origin, output_name=final.name, hashes=hashes)
         _refuse_difference(temporary, plan, hashes)
-        publish(temporary, output)
-    except OSError as error:
-        raise ConvertError(f"{output}: could not be written ({error}). Nothing half-written stays.") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        publish(temporary, final)
     return output
 
 
@@ -246,7 +245,13 @@ def _write(folder: Path, plan: Plan) -> dict[str, str]:
     mask = plan.written_mask
     if mask is not None:
         torch.save(mask.contiguous(), folder / MASK)
-    return write_weights(folder, shapes, lambda name: reads[name](), dtype=torch_dtype(described.dtype))
+    return write_weights(
+        folder,
+        shapes,
+        lambda name: reads[name](),
+        dtype=torch_dtype(described.dtype),
+        max_bytes=shard_bytes(plan.request.max_shard_gib),
+    )
 
 
 def _folded(target: Target, mask: Mask, token: int) -> Tensor:
@@ -270,38 +275,32 @@ def _verifier(request: Request) -> dict[str, Any]:
 
 def _refuse_difference(folder: Path, plan: Plan, hashes: Mapping[str, str]) -> None:
     """Raise ConvertError unless the folder on disk is what was written and says what the source says."""
-    found = read_json(folder / RECORD)["files"]
-    different = [name for name, digest in hashes.items() if found.get(name) != digest]
+    style, source, shape = plan.request.to, plan.source, plan.source.shape
+    examined = _examine(folder, plan) if style.is_layout else None
+    weights = Weights(folder) if examined is None or examined.subject is None else examined.subject.weights
+    different = [name for name, digest in hashes.items() if weights.sha256(folder / name) != digest]
     if different:
         raise ConvertError(f"{', '.join(different)}: read back, differs from what was written. Check the disk.")
-    style, source = plan.request.to, plan.source
-    shape = source.shape
     hints = Hints(block_size=shape.block_size, num_target_layers=shape.num_target_layers)
     written = open_source(folder, hints)
     if plan.keeps_function and _function(written.shape, written.generation) != _function(
         shape, plan.described.generation
     ):
         raise ConvertError(f"as {style.title} it would describe another drafter: {shape} became {written.shape}.")
-    if style.is_layout:
-        _refuse_faults(folder, plan)
+    if examined is not None:
+        refusal = f"{source.folder}: the result would not serve, so it is not written"
+        refuse_errors(examined.findings, refusal, ConvertError)
+
+
+def _examine(folder: Path, plan: Plan) -> Examination[OpenedDrafter]:
+    target = plan.request.target
+    return examine(folder, target=None if target is None else TargetFacts.of(target.info))
 
 
 def _function(shape: DrafterShape, generation: int) -> dict[str, Any]:
     """What of a shape decides the drafts."""
     left_out = NO_FUNCTION if generation == 2 else (*NO_FUNCTION, *SECOND_KEYS)
     return {key: value for key, value in asdict(shape).items() if key not in left_out} | {"generation": generation}
-
-
-def _refuse_faults(folder: Path, plan: Plan) -> None:
-    target = plan.request.target
-    findings = check_folder(folder, target_info=None if target is None else target.info)
-    errors = [finding for finding in findings if finding.severity == ERROR]
-    for finding in findings:
-        if finding.severity != ERROR:
-            logger.warning("convert: %s", finding)
-    if errors:
-        listed = "\n  ".join(map(str, errors))
-        raise ConvertError(f"{plan.source.folder}: the result would not serve, so it is not written:\n  {listed}")
 
 
 __all__ = ["STYLES", "Plan", "Request", "convert", "plan_conversion", "published_config", "refuse_taken"]

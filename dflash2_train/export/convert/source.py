@@ -13,15 +13,7 @@ from torch import Tensor
 from dflash2_train.export.convert import angelspec, hf, specforge, speculators, zlab
 from dflash2_train.export.convert.style import ConvertError, Hints, Loss, Seen, Style
 from dflash2_train.export.payload import CARD, CONFIG, MASK, PLAIN_DTYPES, RECORD, read_json, read_mask_embedding
-from dflash2_train.export.published import (
-    NO_SECOND,
-    SECOND_KEYS,
-    by_published_name,
-    completed,
-    generation_of,
-    is_second_generation,
-    refuse_tensors,
-)
+from dflash2_train.export.published import by_published_name, is_second_generation, refuse_tensors, shape_of
 from dflash2_train.export.weight_files import TABLES, WeightFiles
 from dflash2_train.model.drafter_config import DrafterShape
 from dflash2_train.provenance import sha256_file
@@ -148,11 +140,9 @@ def _opened(folder: Path, style: Style, seen: Seen, files: WeightFiles, hints: H
 
 def _described(style: Style, seen: Seen, hints: Hints) -> tuple[dict[str, Any], DrafterShape, int]:
     """The configuration in published keys, the drafter's shape and its generation."""
-    second = dict(zip(SECOND_KEYS, NO_SECOND, strict=True))
     try:
         published = style.publish(seen.config, hints)
-        generation = generation_of(published, seen.header)
-        shape = DrafterShape.from_published(published if generation == 2 else completed(published, second))
+        shape, generation = shape_of(published, seen.header)
     except (TypeError, AttributeError) as error:  # nothing in the file is trusted, the kinds of its values neither
         raise ConvertError(f"{CONFIG}: a value is of another kind than its key has ({error}). Correct it.") from error
     return published, shape, generation

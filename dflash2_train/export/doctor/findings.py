@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from dflash2_train.config import UserError
+
+logger = logging.getLogger(__name__)
 ERROR = "error"  # some reader refuses the drafter, or drafts worse than it was trained to
 WARNING = "warning"  # right only if it was meant so, or a limit that some user will meet
 
@@ -134,3 +138,16 @@ class Examination(Generic[Subject]):
 def errors_first(findings: list[Finding]) -> list[Finding]:
     """Errors before warnings, each in the order of the checks."""
     return sorted(findings, key=lambda finding: finding.severity != ERROR)
+
+
+def refuse_errors(findings: Iterable[Finding], refusal: str, raises: type[UserError] = UserError) -> None:
+    """Log the warnings among ``findings``, and raise ``raises`` for its errors, listed under the line ``refusal``."""
+    errors = []
+    for finding in findings:
+        if finding.severity == ERROR:
+            errors.append(str(finding))
+        else:
+            logger.warning("%s", finding)
+    if errors:
+        listed = "\n  ".join(errors)
+        raise raises(f"{refusal}:\n  {listed}")

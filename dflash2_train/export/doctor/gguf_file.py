@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dflash2_train.config import UserError
@@ -15,6 +14,7 @@ from dflash2_train.export.doctor.findings import Registry
 from dflash2_train.export.doctor.opened import tensor_shape, whole
 from dflash2_train.export.doctor.target_facts import TargetFacts
 from dflash2_train.export.doctor.weights import PIECE_ELEMENTS, Figures, figures
+from dflash2_train.export.gguf_types import GgufError, decode
 from dflash2_train.export.published import NO_SECOND, SECOND_KEYS, expected_tensors
 
 ARCHITECTURE = "dflash"
@@ -150,22 +150,20 @@ class OpenedGguf:
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The values in float32, some rows at a time; quantised ones as llama.cpp would read them."""
-        from gguf.quants import dequantize
-
         tensor = self.tensors[name]
         data = tensor.data
         rows = data.shape[0] if data.ndim > 1 else 1
         step = max(1, PIECE_ELEMENTS // max(1, tensor.n_elements // rows))
         for start in range(0, rows, step):
             piece = data[start : start + step] if data.ndim > 1 else data
-            yield torch.from_numpy(dequantize(piece, tensor.tensor_type).copy()).float()
+            yield decode(piece, self.kind(name))
 
     def figures(self, name: str) -> Figures | None:
         """One pass over the values, remembered; None for a type that gguf cannot read back."""
         if name not in self._figures:
             try:
                 self._figures[name] = figures(self.pieces(name))
-            except NotImplementedError:
+            except GgufError:
                 self._figures[name] = None
         return self._figures[name]
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash2_train.config import UserError
-from dflash2_train.export.hf import replace_folder
 from dflash2_train.export.hub.client import HubCaller, HubError, find_token, open_api
 from dflash2_train.export.hub.push import git_hash
 from dflash2_train.export.payload import CONFIG, PULLED, RECORD, read_json
 from dflash2_train.export.record import hash_files, read_record, self_hash_holds
+from dflash2_train.export.workspace import replace_folder
 from dflash2_train.provenance import atomic_write_json
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash2_train.config import UserError
-from dflash2_train.export.doctor import ERROR, Finding, check_folder
+from dflash2_train.export.doctor import check_folder
+from dflash2_train.export.doctor.findings import refuse_errors
 from dflash2_train.export.doctor.gguf_checks import examine_gguf
 from dflash2_train.export.hub.client import TOKEN, HubCaller, HubError, find_token, open_api
 from dflash2_train.export.payload import CARD, GGUF_RECORD, RECORD, TOOL, WEIGHTS, read_json
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 TEXT_FILES = (".json", ".md", ".txt")
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # a loader may take one that was left behind
 MAIN = "main"
+_NOT_FIT = "{path}: would not serve as trained, so it is not pushed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,7 @@ def plan_push(folder: Path) -> PushPlan:
         return _plan_ggufs(folder)
     record, found = read_record(folder), hash_files(folder, leave_out=())
     _refuse_changed(folder, changed_files(folder, record, found))
-    refuse_faults(folder, check_folder(folder))
+    refuse_errors(check_folder(folder), _NOT_FIT.format(path=folder))
     source = record.get("source") or {}
     run, step = record.get("run_id") or "not recorded", source.get("step", "not recorded")
     return _plan(
@@ -105,7 +107,7 @@ def _plan_ggufs(folder: Path) -> PushPlan:
     files = record["files"]
     _refuse_changed(folder, [name for name in files if found.get(name) != files[name]["sha256"]])
     for name in files:
-        refuse_faults(folder / name, examine_gguf(folder / name).findings)
+        refuse_errors(examine_gguf(folder / name).findings, _NOT_FIT.format(path=folder / name))
     weights = record["source"]["drafter"][WEIGHTS]
     return _plan(
         folder,
@@ -135,14 +137,6 @@ def _refuse_changed(folder: Path, changed: list[str]) -> None:
             f"{folder}: {', '.join(changed)} changed after the export, so it is not pushed. Restore the files, or "
             "export again."
         )
-
-
-def refuse_faults(path: Path, findings: list[Finding]) -> None:
-    """Raise UserError for the doctor's errors among ``findings`` about ``path``."""
-    errors = [finding for finding in findings if finding.severity == ERROR]
-    if errors:
-        listed = "\n  ".join(map(str, errors))
-        raise UserError(f"{path}: would not serve as trained, so it is not pushed:\n  {listed}")
 
 
 def refuse_secrets(folder: Path, names: list[str]) -> None:

@@ -30,28 +30,33 @@ def rank_folder(output: Path, rank: int) -> Path:
 
 
 @contextmanager
-def only_run_in(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run folder: two trainers in one folder would overwrite each other.
+def only_run_in(folder: Path, *, command: str = "dflash2-train", key: str = "train.output_dir") -> Iterator[None]:
+    """Hold the lock of a run folder: two of one command in one folder would overwrite each other.
 
     The lock goes with its process, however that ends, so none is ever stale; what stands in the file only tells who
     holds it.
 
+    Args:
+        folder: absolute; made where it is missing.
+        command: whose folder it is, and the key that places it, for messages.
+        key: see ``command``.
+
     Raises:
         UserError: another process holds it, or the folder cannot be written to or locked.
     """
-    prepare_folder(folder)
+    prepare_folder(folder, key)
     with open(folder / _LOCK, "a+", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(
-                f"{folder} is in use by another dflash2-train{_holder(folder / _LOCK)}. "
-                "Wait for it, stop it, or choose another train.output_dir."
+                f"{folder} is in use by another {command}{_holder(folder / _LOCK)}. "
+                f"Wait for it, stop it, or choose another {key}."
             ) from error
         except OSError as error:
             raise UserError(
                 f"{folder} lies on a file system that makes no locks ({error.strerror}), so nothing would keep two "
-                "runs apart. Mount it with flock, or choose another train.output_dir."
+                f"runs apart. Mount it with flock, or choose another {key}."
             ) from error
         lock.truncate(0)
         told = {"host": socket.gethostname(), "pid": os.getpid(), "since": datetime.now(UTC).isoformat("T", "seconds")}

@@ -13,6 +13,7 @@ writes the reports.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from dflash2_train.evaluate.subject import (
 )
 from dflash2_train.launching import Command, run_launched
 from dflash2_train.provenance import atomic_write_json, atomic_write_text, run_record
+from dflash2_train.run_control import only_run_in
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +97,11 @@ def evaluate(config: RunConfig) -> int:
     """Measure, report, hold against the gate, and return the exit code."""
     if config.eval.mode == "server":
         return evaluate_server(config)
-    return evaluate_grid(config) if config.eval.tasks or config.eval.sweep.is_set else evaluate_runner(config)
+    measure = evaluate_grid if config.eval.tasks or config.eval.sweep.is_set else evaluate_runner
+    if os.environ.get("RANK", "0") != "0":
+        return measure(config)
+    with only_run_in(absolute(config.eval.output_dir), command="dflash2-eval", key="eval.output_dir"):
+        return measure(config)
 
 
 def gate_code(run: EvalRun, config: RunConfig) -> int:

@@ -13,7 +13,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dflash2_train.config import ConfigError, RunConfig, to_plain
+from dflash2_train.config import ConfigError, RunConfig, UserError, to_plain
 from dflash2_train.evaluate import cli, measure
 from dflash2_train.evaluate.holdout import load_holdout
 from dflash2_train.evaluate.plots import write_acceptance_plot
@@ -23,6 +23,7 @@ from dflash2_train.evaluate.render import print_report, to_markdown
 from dflash2_train.evaluate.report import EvalReport, build_report
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
+from dflash2_train.run_control import only_run_in
 from dflash2_train.runner import loop
 from dflash2_train.runner.verify import Verdict
 from tests.integration.launch import finish, start_ranks_of
@@ -209,6 +210,17 @@ def evaluation(tiny_config: RunConfig, tmp_path: Path) -> RunConfig:
     config.eval.temperature = 1.0
     config.eval.draft_sampling = "selector"
     return config
+
+
+def test_a_second_evaluation_into_the_same_folder_is_refused_while_the_first_runs(evaluation: RunConfig) -> None:
+    folder = Path(evaluation.eval.output_dir)
+    with (
+        only_run_in(folder),
+        pytest.raises(UserError, match="in use by another dflash2-eval .* another eval.output_dir"),
+    ):
+        cli.evaluate(evaluation)
+    assert not (folder / "report.json").exists()
+    assert cli.evaluate(evaluation) == 0
 
 
 def test_an_interrupted_evaluation_continues_and_a_finished_one_decodes_nothing(

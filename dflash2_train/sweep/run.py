@@ -49,7 +49,7 @@ def run_sweep(words: Sequence[str], *, command: Callable[[SweepJob], list[str]] 
         )
     sweep = open_sweep(words)
     check_data(sweep)
-    with only_run_in(sweep.folder), Signals() as signals:
+    with only_run_in(sweep.folder, key="hydra.sweep.dir"), Signals() as signals:
         note_sweep(sweep, words)
         states = run_jobs(sweep, command, signals)
         report_sweep(sweep.folder)

@@ -18,12 +18,13 @@ from tests.tiny_target import captured, save_tiny_llama
 LENGTHS = (17, 9, 13)
 MASK_ID = 95
 BLOCK_SIZE = 4
+TEACHER_TOP_K = 8
 
 
 def make_objective(root: Path) -> tuple[RunConfig, Objective, list[CapturedSample]]:
     """A random drafter of a random target, with three captured documents whose first three tokens are a prompt."""
     config = tiny_run_config(root)
-    config.data.teacher_top_k = 8
+    config.data.teacher_top_k = TEACHER_TOP_K
     model = save_tiny_llama(root / "target", config)
     generator = torch.Generator().manual_seed(3)
     samples = [

@@ -10,7 +10,7 @@ from dflash2_train.config.rules import require
 from dflash2_train.config.target import TargetConfig
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-SIZES = (
+SIZES = (  # positive in an experiment and in a published drafter alike
     "num_layers",
     "num_heads",
     "num_kv_heads",
@@ -23,9 +23,8 @@ SIZES = (
     "rope_theta",
     "max_position_embeddings",
     "output_multiplier",
-    "final_logit_softcapping",
-    "initializer_range",
 )
+POSITIVE = (*SIZES, "final_logit_softcapping", "initializer_range")
 
 
 @dataclass(kw_only=True)
@@ -63,7 +62,7 @@ class DrafterConfig:
         return list(self.layer_types) or ["full_attention"] * self.num_layers
 
     def check(self, target: TargetConfig) -> None:
-        for key in SIZES:
+        for key in POSITIVE:
             value = getattr(self, key)
             require(
                 value is None or value > 0, f"drafter.{key}", value, "must be positive", "Use the experiment's value."

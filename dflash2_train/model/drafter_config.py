@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash2_train.config import DTYPES, LAYER_TYPES, RunConfig
+from dflash2_train.config.drafter import SIZES
 from dflash2_train.taps import check_taps
 
 ARCHITECTURE = "DFlash2DraftModel"
@@ -263,23 +264,7 @@ class DrafterShape:
         )
 
 
-_POSITIVE = (
-    "hidden_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-    "num_target_layers",
-    "conv_kernel_size",
-    "conv_group_size",
-    "selector_rank",
-    "rms_norm_eps",
-    "rope_theta",
-    "max_position_embeddings",
-    "output_multiplier",
-)
+_POSITIVE = ("hidden_size", "vocab_size", "num_target_layers", *SIZES)
 
 
 def _require(condition: bool, key: str, value: object, rule: str) -> None:

@@ -75,8 +75,7 @@ def measure_grid(config: RunConfig) -> tuple[EvalRun, EqualityReport | None] | N
         return None
     results.reload()
     records = [results.records[unit.key] for unit in units]
-    run, equality = build_run(config, folder, protocol, room, scripted, records)
-    run.labels.extend([*overlap, *thinking_notes(run.run["drafter"], config.data.enable_thinking)])
+    run, equality = build_run(config, folder, protocol, room, scripted, records, overlap)
     value = {**run.to_json(), "equality": asdict(equality) if equality else None}
     atomic_write_json(output_dir / REPORT_NAME, value)
     return run, equality
@@ -122,8 +121,12 @@ def build_run(
     room: Room,
     scripted: Sequence[ScriptedTask],
     records: Sequence[UnitRecord],
+    overlap: Sequence[str],
 ) -> tuple[EvalRun, EqualityReport | None]:
-    """All records as a run, and the verdict on greedy equality; None where nothing was checked."""
+    """All records as a run, with what is known of an overlap with training; and the verdict on greedy equality.
+
+    The latter is None where nothing was checked.
+    """
     drafted = protocol["draft_lengths"]
     cells = cells_of(
         scripted,
@@ -133,15 +136,19 @@ def build_run(
         room=room,
     )
     equality = judge_checks(equality_checks(records), config.eval.dtype)
-    record = run_record(to_plain(config))
+    record, drafter = run_record(to_plain(config)), drafter_record(folder)
     hardware = runner_hardware(record.get("machine"), protocol["device"])
     run = EvalRun(
         kind=RUNNER,
         label="runner",
         protocol={"engine": "built-in runner", "hardware": hardware, "ignore_eos": False, **protocol},
         cells=cells,
-        labels=run_labels(protocol, scripted, equality),
-        run={"evaluation": record, "drafter": drafter_record(folder)},
+        labels=[
+            *run_labels(protocol, scripted, equality),
+            *overlap,
+            *thinking_notes(drafter, config.data.enable_thinking),
+        ],
+        run={"evaluation": record, "drafter": drafter},
     )
     return run, equality
 

@@ -46,8 +46,7 @@ def measure_server(config: RunConfig) -> EvalRun:
     render = _renderer(config, tasks)
     if config.eval.server.template == "client":
         tasks = [rendered(task, render) for task in tasks]
-    run = asyncio.run(_measure(config, tasks, render, folder))
-    run.labels.extend(overlap)
+    run = asyncio.run(_measure(config, tasks, render, folder, overlap))
     atomic_write_json(folder / REPORT_NAME, run.to_json())
     return run
 
@@ -77,7 +76,9 @@ def rendered(task: Task, render: Render) -> Task:
     return replace(task, conversations=conversations)
 
 
-async def _measure(config: RunConfig, tasks: Sequence[Task], render: Render, folder: Path) -> EvalRun:
+async def _measure(
+    config: RunConfig, tasks: Sequence[Task], render: Render, folder: Path, overlap: Sequence[str]
+) -> EvalRun:
     server = config.eval.server
     api = APIS[server.engine]()
     async with open_client(server) as client:
@@ -109,7 +110,7 @@ async def _measure(config: RunConfig, tasks: Sequence[Task], render: Render, fol
         label=server.resolved_label,
         protocol=protocol,
         cells=cells,
-        labels=run_labels(config, facts),
+        labels=[*run_labels(config, facts), *overlap],
         run={"evaluation": run_record(to_plain(config)), "server": asdict(facts)},
     )
 

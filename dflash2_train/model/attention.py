@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from dflash2_train.model.attend_dense import Attend, KeysValues
 from dflash2_train.model.drafter_config import DrafterShape
-from dflash2_train.model.norm import RMSNorm, row_pieces
+from dflash2_train.model.norm import RMSNorm
+from dflash2_train.model.pieces import piece_buffers, pieces, place, widened
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, fp32 [..., 1, D / 2]
 
@@ -66,12 +67,16 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
     """[..., heads, D] by [..., 1, D / 2], a few rows at a time on a CPU."""
     rows = heads.flatten(0, -3)  # [n, heads, D]
     cos, sin = ((part.expand(*heads.shape[:-2], -1, -1) * scale).flatten(0, -3) for part in (cos, sin))
+    wide_buffer, buffer = piece_buffers(rows, 2)
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     half = heads.shape[-1] // 2
-    for piece in row_pieces(rows):
-        first, second = rows[piece].to(cos.dtype).split(half, -1)
-        out[piece, :, :half] = first * cos[piece] - second * sin[piece]
-        out[piece, :, half:] = second * cos[piece] + first * sin[piece]
+    for part, cosine, sine, minus, result in pieces(rows, torch.cat([cos, cos], -1), sin, -sin, out):
+        wide = widened(part, wide_buffer)
+        turned = torch.mul(wide, cosine, out=place(result, buffer))
+        first, second = wide.split(half, -1)
+        turned[..., :half].addcmul_(second, minus)
+        turned[..., half:].addcmul_(first, sine)
+        result.copy_(turned)
     return out.view(heads.shape)
 
 

@@ -1,13 +1,7 @@
-"""RMSNorm with fp32 arithmetic, and the rule by which elementwise work on a CPU is cut into pieces.
-
-Elementwise work is bound by memory. Done for all rows at once, each of its steps writes a fresh tensor of megabytes
-that the next one reads back; done for a few rows at a time, what lies between stays in the cache. On a CPU that halves
-the time of norms, convolutions and rotations, and their peak memory. A GPU has fused kernels and takes all rows.
-"""
+"""RMSNorm with fp32 arithmetic."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,15 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-PIECE_ELEMENTS = 1 << 17  # of one fp32 intermediate; several live at once in a second-level cache
-
-
-def row_pieces(source: Tensor) -> Iterator[slice]:
-    """Cuts of the first axis of ``source``; the whole of it unless it lies on a CPU."""
-    count = len(source)
-    step = max(1, PIECE_ELEMENTS // max(1, source[:1].numel())) if source.device.type == "cpu" else max(1, count)
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count))
+from dflash2_train.model.pieces import piece_buffers, pieces, place, widened
 
 
 class RMSNorm(nn.Module):
@@ -49,18 +35,24 @@ class RMSNorm(nn.Module):
 
 
 class _RowNorm(torch.autograd.Function):
-    """RMSNorm by pieces; keeps the input and one number a row for the backward pass."""
+    """RMSNorm by pieces; keeps the input and one number a row for the backward pass.
+
+    With s = 1 / rms of a row of n elements x, and the gradient g of ``out = s x w``:
+    grad_w = sum of s (g x) over rows,  grad_x = s (g w) - x s^3 / n  sum of (g x) w over the row.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1])  # [n, size]
-        work = torch.promote_types(hidden.dtype, torch.float32)
-        out, wide_weight = torch.empty_like(rows), weight.to(work)
-        scale = rows.new_empty(len(rows), 1, dtype=work)  # 1 / root mean square
-        for piece in row_pieces(rows):
-            wide = rows[piece].to(work)
-            scale[piece] = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-            out[piece] = (wide * scale[piece]).mul_(wide_weight)
+        (buffer,) = piece_buffers(rows, 1)
+        out, wide_weight = torch.empty_like(rows), weight.to(buffer.dtype)
+        scale = buffer.new_empty(len(rows), 1)  # 1 / root mean square
+        floor = scale.new_tensor(eps)
+        for part, factor, result in pieces(rows, scale, out):
+            wide = widened(part, buffer)
+            torch.linalg.vector_norm(wide, dim=-1, keepdim=True, out=factor)
+            torch.addcmul(floor, factor, factor, value=1 / rows.shape[1], out=factor).rsqrt_()
+            result.copy_(torch.mul(wide, factor, out=place(result, buffer)).mul_(wide_weight))
         ctx.save_for_backward(rows, weight, scale)
         return out.view(hidden.shape)
 
@@ -68,14 +60,15 @@ class _RowNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weight, scale = ctx.saved_tensors
-        grad_out = grads[0].reshape(rows.shape)
-        grad_rows, wide_weight = torch.empty_like(rows), weight.to(scale.dtype)
+        wide_buffer, grad_buffer, buffer = piece_buffers(rows, 3)
+        out, wide_weight = torch.empty_like(rows), weight.to(scale.dtype)
         grad_weight = torch.zeros_like(wide_weight)
-        for piece in row_pieces(rows):
-            normed = rows[piece] * scale[piece]
-            grad = grad_out[piece].to(scale.dtype)
-            grad_weight += (grad * normed).sum(0)
-            grad = grad * wide_weight
-            along = (grad * normed).mean(-1, keepdim=True)
-            grad_rows[piece] = grad.sub_(normed.mul_(along)).mul_(scale[piece])
-        return grad_rows.view(grads[0].shape), grad_weight.to(weight.dtype), None
+        cube = scale.pow(3).div_(-rows.shape[1])
+        for part, grad, factor, along, result in pieces(rows, grads[0].reshape(rows.shape), scale, cube, out):
+            wide, grad = widened(part, wide_buffer), widened(grad, grad_buffer)
+            product = torch.mul(grad, wide, out=buffer[: len(part)])
+            grad_weight.addmv_(product.T, factor.squeeze(1))
+            along.mul_(torch.mv(product, wide_weight).unsqueeze(1))
+            unrounded = torch.mul(grad, wide_weight, out=place(result, buffer))
+            result.copy_(unrounded.mul_(factor).addcmul_(wide, along))
+        return out.view(grads[0].shape), grad_weight.to(weight.dtype), None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dflash2_train.model import norm
+from dflash2_train.model import pieces
 from dflash2_train.model.attention import BlockAttention, rotate, rotation
 from tests.drafters import tiny_shape
 
@@ -25,7 +25,7 @@ def test_rotation_turns_pairs_of_the_two_halves_by_position_times_frequency() ->
 
 @pytest.mark.parametrize("piece", [1, 1 << 17])
 def test_the_gradient_of_a_rotation_equals_finite_differences(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm, "PIECE_ELEMENTS", piece)
+    monkeypatch.setattr(pieces, "PIECE_ELEMENTS", piece)
     cos, sin = rotation(torch.tensor([[0, 3, 11]]), 4, 1e2)
     table = (cos.double(), sin.double())
     heads = torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True)

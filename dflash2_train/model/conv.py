@@ -56,6 +56,7 @@ class _BlockConvolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         hidden, delta, base = ctx.saved_tensors
+        offsets = range(min(len(base), hidden.shape[-2]))
         blocks, deltas, wide_base, kernels = _operands(hidden, delta, base)
         wide_buffer, grad_buffer, buffer = piece_buffers(blocks, 3)
         out, grad_out = torch.empty_like(blocks), grads[0].reshape(blocks.shape)
@@ -64,15 +65,14 @@ class _BlockConvolution(torch.autograd.Function):
             wide, grad = widened(part, wide_buffer), widened(grad_part, grad_buffer)
             kernel = torch.add(wide_base, delta_part, out=kernels[: len(part)])
             total = torch.mul(kernel[:, :, 0], grad, out=place(result, buffer))
-            torch.mul(grad, wide, out=kernel[:, :, 0])  # a used kernel makes room for its gradient, not yet reduced
-            for offset in range(1, len(base)):
-                late, used = grad[:, offset:], kernel[:, offset:, offset]
-                total[:, :-offset].addcmul_(used, late)
-                torch.mul(late, wide[:, :-offset], out=used)
-                kernel[:, :offset, offset].zero_()
-            torch.sum(kernel, -1, out=grad_delta)
-            grad_base += kernel.sum((0, 1))
+            for offset in offsets[1:]:
+                total[:, :-offset].addcmul_(kernel[:, offset:, offset], grad[:, offset:])
             result.copy_(total)
+            products = kernel.zero_()  # a used kernel makes room for its gradient, not yet reduced
+            for offset in offsets:
+                products[:, offset:, offset].addcmul_(grad[:, offset:], wide[:, : hidden.shape[-2] - offset])
+            torch.sum(products, -1, out=grad_delta)
+            grad_base += products.sum((0, 1))
         return (
             out.view(hidden.shape),
             grad_deltas.view(delta.shape).to(delta.dtype),

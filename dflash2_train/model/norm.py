@@ -35,11 +35,7 @@ class RMSNorm(nn.Module):
 
 
 class _RowNorm(torch.autograd.Function):
-    """RMSNorm by pieces; keeps the input and one number a row for the backward pass.
-
-    With s = 1 / rms of a row of n elements x, and the gradient g of ``out = s x w``:
-    grad_w = sum of s (g x) over rows,  grad_x = s (g w) - x s^3 / n  sum of (g x) w over the row.
-    """
+    """RMSNorm by pieces; keeps the input and one number a row for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -47,11 +43,9 @@ class _RowNorm(torch.autograd.Function):
         (buffer,) = piece_buffers(rows, 1)
         out, wide_weight = torch.empty_like(rows), weight.to(buffer.dtype)
         scale = buffer.new_empty(len(rows), 1)  # 1 / root mean square
-        floor = scale.new_tensor(eps)
         for part, factor, result in pieces(rows, scale, out):
             wide = widened(part, buffer)
-            torch.linalg.vector_norm(wide, dim=-1, keepdim=True, out=factor)
-            torch.addcmul(floor, factor, factor, value=1 / rows.shape[1], out=factor).rsqrt_()
+            inverse_rms(wide, eps, out=factor)
             result.copy_(torch.mul(wide, factor, out=place(result, buffer)).mul_(wide_weight))
         ctx.save_for_backward(rows, weight, scale)
         return out.view(hidden.shape)
@@ -61,14 +55,44 @@ class _RowNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weight, scale = ctx.saved_tensors
         wide_buffer, grad_buffer, buffer = piece_buffers(rows, 3)
-        out, wide_weight = torch.empty_like(rows), weight.to(scale.dtype)
+        out, grad_out = torch.empty_like(rows), grads[0].reshape(rows.shape)
+        wide_weight = weight.to(scale.dtype)
         grad_weight = torch.zeros_like(wide_weight)
-        cube = scale.pow(3).div_(-rows.shape[1])
-        for part, grad, factor, along, result in pieces(rows, grads[0].reshape(rows.shape), scale, cube, out):
-            wide, grad = widened(part, wide_buffer), widened(grad, grad_buffer)
-            product = torch.mul(grad, wide, out=buffer[: len(part)])
-            grad_weight.addmv_(product.T, factor.squeeze(1))
-            along.mul_(torch.mv(product, wide_weight).unsqueeze(1))
-            unrounded = torch.mul(grad, wide_weight, out=place(result, buffer))
-            result.copy_(unrounded.mul_(factor).addcmul_(wide, along))
+        for part, grad_part, factor, result in pieces(rows, grad_out, scale, out):
+            wide, grad = widened(part, wide_buffer), widened(grad_part, grad_buffer)
+            room, into = buffer[: len(part)], place(result, grad_buffer)
+            result.copy_(norm_gradient(wide, grad, factor, wide_weight, grad_weight, room=room, out=into))
         return out.view(grads[0].shape), grad_weight.to(weight.dtype), None
+
+
+def inverse_rms(wide: Tensor, eps: float, *, out: Tensor) -> Tensor:
+    """``1 / sqrt(mean(x^2) + eps)`` over the last axis of [..., size], written to [..., 1]."""
+    torch.linalg.vector_norm(wide, dim=-1, keepdim=True, out=out)
+    return out.square_().mul_(1 / wide.shape[-1]).add_(eps).rsqrt_()
+
+
+def norm_gradient(
+    wide: Tensor, grad: Tensor, scale: Tensor, weight: Tensor, grad_weight: Tensor, *, room: Tensor, out: Tensor
+) -> Tensor:
+    """Gradients of ``y = x s w`` with ``s = 1 / rms(x)``, for ``g`` that by ``y``; rows have ``size`` elements.
+
+    by w:  sum over rows of s (g x)
+    by x:  s (g w) - x s^3 / size * sum over the row of (g x) w
+
+    Args:
+        wide: x [..., size], in the dtype of the arithmetic like all others.
+        grad: g [..., size].
+        scale: s [..., 1].
+        weight: w [size].
+        grad_weight: [size]; the gradient by w is added to it.
+        room: [..., size], contiguous, for g x.
+        out: [..., size] for the gradient by x; may be ``grad``.
+
+    Returns:
+        ``out``.
+    """
+    size = wide.shape[-1]
+    product = torch.mul(grad, wide, out=room).view(-1, size)
+    grad_weight.addmv_(product.T, scale.view(-1))
+    along = torch.mv(product, weight).view_as(scale).mul_(scale.pow(3).mul_(-1 / size))
+    return torch.mul(grad, weight, out=out).mul_(scale).addcmul_(wide, along)

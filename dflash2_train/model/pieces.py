@@ -28,7 +28,7 @@ def piece_rows(source: Tensor) -> int:
 
 
 def pieces(source: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of ``source`` and ``others`` along the first axis, which all have in common, cut by the size of ``source``."""
+    """Views of ``source`` and ``others`` along their first axis, as long in all, cut by the size of ``source``."""
     rows = piece_rows(source)
     return zip(*(tensor.split(rows) for tensor in (source, *others)), strict=True)
 

@@ -137,3 +137,18 @@ def test_bf16_sums_in_fp32_and_rounds_once() -> None:
 def test_a_group_size_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="group_size=5"):
         BlockConv(HIDDEN, 2, 5)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of the compiler itself
+def test_a_compiler_traces_it_in_one_piece_with_its_gradients() -> None:
+    conv = random_conv()
+    hidden = torch.randn(BLOCKS, WIDTH, HIDDEN, requires_grad=True)
+    inputs = [hidden, *conv.parameters()]
+
+    def both_sides(hidden: Tensor) -> Tensor:
+        prepared, delta = conv.prepare(hidden)
+        return conv.finish(prepared, delta).square().sum()
+
+    traced = torch.compile(both_sides, backend="aot_eager", fullgraph=True)(hidden)
+    expected, found = (torch.autograd.grad(value, inputs) for value in (both_sides(hidden), traced))
+    torch.testing.assert_close(found, expected)

@@ -2,8 +2,7 @@
 
     y = scale * R(position) (x / rms(x) * weight),   R turning the pairs (x[i], x[i + D / 2]) by the position's angles
 
-A GPU has a fused norm, so there the rotation follows it. On a CPU both are one function, which reads the heads as the
-projection leaves them, writes them as attention takes them, and rounds once.
+A GPU has a fused norm, so there the rotation follows it. On a CPU both are one function by pieces, which rounds once.
 
 Letters: B rows, T tokens, M key heads, R query heads a key head (1 for keys), D head size.
 """
@@ -53,9 +52,10 @@ def norm_and_rotate(heads: Tensor, norm: RMSNorm, table: Rotation, scale: float 
         [B, M, T, R, D], contiguous.
     """
     if heads.is_cuda:
-        return rotate(norm(heads), table, scale).transpose(1, 2).contiguous()
-    out: Tensor = _NormedRotation.apply(heads, norm.weight, *table, norm.eps, scale)  # type: ignore[no-untyped-call]
-    return out
+        turned = rotate(norm(heads), table, scale)
+    else:
+        turned = _NormedRotation.apply(heads, norm.weight, *table, norm.eps, scale)  # type: ignore[no-untyped-call]
+    return turned.transpose(1, 2).contiguous()
 
 
 def rotate(heads: Tensor, table: Rotation, scale: float = 1.0) -> Tensor:
@@ -97,43 +97,43 @@ class _NormedRotation(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, heads: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, scale: float
-    ) -> Tensor:  # [B, T, M, R, D] -> [B, M, T, R, D]
-        wide_buffer, buffer = piece_buffers(heads[0], 2)
-        factors = buffer.new_empty(*heads.shape[:-1], 1)  # 1 / root mean square
-        out = heads.new_empty(heads.transpose(1, 2).shape)
+    ) -> Tensor:  # [B, T, M, R, D]
+        rows = heads.flatten(0, 1)
+        wide_buffer, buffer = piece_buffers(rows, 2)
+        factors = buffer.new_empty(*rows.shape[:-1], 1)  # 1 / root mean square
+        out = torch.empty_like(rows)
         tables = _tables(cos, sin, *(weight.to(buffer.dtype) * scale).chunk(2))
-        for row in zip(heads, factors, *tables, out.transpose(1, 2), strict=True):
-            for part, factor, *table, result in pieces(*row):
-                wide = widened(part, wide_buffer)
-                normed = torch.mul(wide, inverse_rms(wide, eps, out=factor), out=wide_buffer[: len(part)])
-                result.copy_(_turned(normed, *table, out=place(result, buffer)))
-        ctx.save_for_backward(heads, weight, cos, sin, factors)
+        for part, factor, *table, result in pieces(rows, factors, *tables, out):
+            wide = widened(part, wide_buffer)
+            normed = torch.mul(wide, inverse_rms(wide, eps, out=factor), out=wide_buffer[: len(part)])
+            result.copy_(_turned(normed, *table, out=place(result, buffer)))
+        ctx.save_for_backward(rows, weight, cos, sin, factors)
         ctx.scale = scale
-        return out
+        return out.view(heads.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        heads, weight, cos, sin, factors = ctx.saved_tensors
-        wide_buffer, grad_buffer, buffer = piece_buffers(heads[0], 3)
-        grad_heads, wide_weight = torch.empty_like(heads), weight.to(buffer.dtype)
+        rows, weight, cos, sin, factors = ctx.saved_tensors
+        grad_out = grads[0].contiguous().flatten(0, 1)
+        wide_buffer, grad_buffer, buffer = piece_buffers(rows, 3)
+        out, wide_weight = torch.empty_like(rows), weight.to(buffer.dtype)
         grad_weight = torch.zeros_like(wide_weight)
         tables = _tables(cos, -sin, ctx.scale, ctx.scale)  # the rotation back
-        for row in zip(heads, factors, *tables, grads[0].transpose(1, 2), grad_heads, strict=True):
-            for part, factor, *table, grad, result in pieces(*row):
-                wide, room = widened(part, wide_buffer), grad_buffer[: len(part)]
-                turned = _turned(widened(grad, grad_buffer), *table, out=buffer[: len(part)])
-                into = place(result, buffer)
-                result.copy_(norm_gradient(wide, turned, factor, wide_weight, grad_weight, room=room, out=into))
-        return grad_heads, grad_weight.to(weight.dtype), None, None, None, None
+        for part, factor, *table, grad, result in pieces(rows, factors, *tables, grad_out, out):
+            wide, turned = widened(part, wide_buffer), buffer[: len(part)]
+            _turned(widened(grad, grad_buffer), *table, out=turned)
+            room, into = grad_buffer[: len(part)], place(result, buffer)
+            result.copy_(norm_gradient(wide, turned, factor, wide_weight, grad_weight, room=room, out=into))
+        return out.view(grads[0].shape), grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _tables(cos: Tensor, sin: Tensor, first: Tensor | float, second: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
     """Factors of what is turned, of its second and of its first half, for halves weighted by ``first`` and ``second``.
 
-    [B, T, D / 2] -> [B, T, 1, 1, D], [B, T, 1, 1, D / 2] twice.
+    [B, T, D / 2] -> [B * T, 1, 1, D], [B * T, 1, 1, D / 2] twice.
     """
-    cos, sin = cos[..., None, None, :], sin[..., None, None, :]
+    cos, sin = (part.flatten(0, 1)[:, None, None] for part in (cos, sin))
     return torch.cat([cos * first, cos * second], -1), sin * -second, sin * first
 
 

@@ -19,6 +19,7 @@ from data_gen.cache.format import CapturedSample
 from dflash2_train.blocks import BlockBatch, build_blocks
 from dflash2_train.config import LossConfig
 from dflash2_train.data import PackedBatch, collate
+from dflash2_train.heap import keep_freed_memory
 from dflash2_train.masks import context_masks
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
@@ -155,6 +156,8 @@ def loss_memory(work: Workload, objective: Objective, device: torch.device, dtyp
 def run(work: Workload, options: argparse.Namespace) -> dict[str, float]:
     """Measure."""
     device, dtype = torch.device(options.device), DTYPES[options.dtype]
+    if device.type == "cpu":
+        keep_freed_memory()  # as the trainer does
     start_bytes = start_peak(device.type)
     objective = make_objective(work, device, dtype)
     loss_bytes = 0 if options.unfused else loss_memory(work, objective, device, dtype)

@@ -156,11 +156,11 @@ def loss_memory(work: Workload, objective: Objective, device: torch.device, dtyp
 def run(work: Workload, options: argparse.Namespace) -> dict[str, float]:
     """Measure."""
     device, dtype = torch.device(options.device), DTYPES[options.dtype]
-    if device.type == "cpu":
-        keep_freed_memory()  # as the trainer does
     start_bytes = start_peak(device.type)
     objective = make_objective(work, device, dtype)
     loss_bytes = 0 if options.unfused else loss_memory(work, objective, device, dtype)
+    if device.type == "cpu":
+        keep_freed_memory()  # as the trainer does; only now, or the loss would hide in what was freed before it
     batch, blocks = make_batch(work, work.anchors, device, dtype)
     optimizer = torch.optim.AdamW(nn.Module.parameters(objective), lr=LEARNING_RATE, fused=True)
 

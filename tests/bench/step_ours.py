@@ -19,6 +19,7 @@ from data_gen.cache.format import CapturedSample
 from dflash2_train.blocks import BlockBatch, build_blocks
 from dflash2_train.config import LossConfig
 from dflash2_train.data import PackedBatch, collate
+from dflash2_train.heap import keep_freed_memory
 from dflash2_train.masks import context_masks
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
@@ -158,6 +159,8 @@ def run(work: Workload, options: argparse.Namespace) -> dict[str, float]:
     start_bytes = start_peak(device.type)
     objective = make_objective(work, device, dtype)
     loss_bytes = 0 if options.unfused else loss_memory(work, objective, device, dtype)
+    if device.type == "cpu":
+        keep_freed_memory()  # as the trainer does; only now, or the loss would hide in what was freed before it
     batch, blocks = make_batch(work, work.anchors, device, dtype)
     optimizer = torch.optim.AdamW(nn.Module.parameters(objective), lr=LEARNING_RATE, fused=True)
 

@@ -31,7 +31,7 @@ class Peer:
     @property
     def name(self) -> str:
         """For the table."""
-        return f"{self.package.replace('==', ' ')}, {self.trains}"
+        return f"{self.package.replace('==', ' ')} ({self.trains})"
 
     def requirements(self) -> tuple[str, ...]:
         """For pip's resolver: our torch and transformers, and what the package imports."""

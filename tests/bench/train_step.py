@@ -100,10 +100,8 @@ def in_turns(sides: list[Side], work: Workload, dtype: str, options: argparse.Na
     for number in range(1, options.rounds + 1):
         for side, rounds in zip(sides, found, strict=True):
             rounds.append(measured(side, work, dtype, options))
-            step = f"{rounds[-1]['step_s']:.3f} s"
-            console.print(
-                f"{work.name} {dtype} round {number} of {options.rounds}: {side.name} {step}", highlight=False
-            )
+            where = f"{work.name} {dtype}, round {number} of {options.rounds}, {side.name}"
+            console.print(f"{where}: {rounds[-1]['step_s']:.3f} s a step", highlight=False)
     return found
 
 

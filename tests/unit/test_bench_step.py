@@ -58,7 +58,7 @@ def test_the_sides_take_turns_and_keep_their_own_rounds(
     found = in_turns(sides, TINY, "float32", argparse.Namespace(rounds=3))
     assert calls == ["ours", "theirs"] * 3
     assert [[one["step_s"] for one in rounds] for rounds in found] == [[1.0, 3.0, 5.0], [2.0, 4.0, 6.0]]
-    assert "round 3 of 3: theirs 6.000 s" in capsys.readouterr().err
+    assert "round 3 of 3, theirs: 6.000 s a step" in capsys.readouterr().err
 
 
 def test_a_row_gives_time_and_memory_as_multiples_of_ours() -> None:

@@ -83,8 +83,8 @@ PEERS = (
             "typer>=0.12",
         ),
     ),
-    # The fastest DFlash 1 on a CPU. Tried and slower: nvidia-modelopt 0.47.0 (runs with transformers below 5.15 only),
+    # The fastest DFlash 1 found that runs on a CPU. Slower: nvidia-modelopt 0.47.0 (with transformers below 5.15 only),
     # speculators 0.9.0's own with cross-entropy, nemo-automodel 0.7.0. angelslim 0.5.0 loads its target onto CUDA.
-    # It pins torch 2.11.0 and transformers 5.8.1, and trains as it is with the versions here.
+    # SpecForge pins torch 2.11.0 and transformers 5.8.1; its step runs unchanged with the versions here.
     Peer(package="specforge==0.2.0", trains="DFlash 1, CE alone", module="step_specforge"),
 )

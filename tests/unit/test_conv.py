@@ -118,7 +118,7 @@ def test_bf16_gradients_are_rounded_once() -> None:
     grad = torch.randn(BLOCKS, WIDTH, HIDDEN).bfloat16()
     found = torch.autograd.grad(conv.finish(hidden, delta), inputs, grad)
     wide = [value.detach().double().requires_grad_() for value in inputs]
-    exact = torch.autograd.grad(_convolve(*wide[:2], wide[2][1]), wide, grad.double())
+    exact = torch.autograd.grad(_convolve(wide[0], wide[1], wide[2][1]), wide, grad.double())
     for value, expected in zip(found, exact, strict=True):
         torch.testing.assert_close(value.double(), expected, atol=1e-6, rtol=2**-8)
 

@@ -38,6 +38,17 @@ def test_values_and_gradients_do_not_depend_on_the_pieces(piece: int, monkeypatc
     torch.testing.assert_close(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad))
 
 
+def test_bf16_gradients_are_rounded_once() -> None:
+    module = RMSNorm(24, 1e-3).bfloat16()
+    with torch.no_grad():
+        module.weight.normal_()
+    inputs, grad = [torch.randn(5, 24).bfloat16().requires_grad_(), module.weight], torch.randn(5, 24).bfloat16()
+    wide = [value.detach().double().requires_grad_() for value in inputs]
+    exact = torch.autograd.grad(F.rms_norm(wide[0], (24,), wide[1], 1e-3), wide, grad.double())
+    for value, expected in zip(torch.autograd.grad(module(inputs[0]), inputs, grad), exact, strict=True):
+        torch.testing.assert_close(value.double(), expected, atol=1e-6, rtol=2**-8)
+
+
 def test_the_backward_pass_keeps_the_input_and_one_number_a_row() -> None:
     hidden, kept = torch.randn(6, 10, requires_grad=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):

@@ -120,7 +120,7 @@ def test_the_five_tasks_ask_what_the_public_data_sets_hold(monkeypatch: pytest.M
 
 
 def test_a_note_in_place_of_a_prompt_is_never_measured(tmp_path: Path) -> None:
-    config = deepcopy(protocol("speedbench").tasks[0])
+    config = protocol("speedbench").tasks[0]
     config.path = str(tmp_path / "qualitative.jsonl")
     rows = [
         {"question_id": "a", "category": "coding", "messages": [{"role": "user", "content": text} for text in turns]}

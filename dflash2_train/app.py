@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import hydra
@@ -36,6 +37,7 @@ def config_root() -> str:
     return str(Path(__file__).resolve().parent.parent / "conf")
 
 
+@cache
 def register_schema() -> None:
     """Make the typed schema known to Hydra under the name that ``conf/config.yaml`` lists first."""
     ConfigStore.instance().store(name="schema", node=RunConfig)

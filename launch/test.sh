@@ -35,4 +35,19 @@ if [ "$marks" = "not gpu" ] && ! cmp -s "$llama" .venv/opt/llama_cpp/requirement
 fi
 bash launch/target.sh
 bash launch/check.sh
-exec .venv/bin/python -m pytest -m "$marks" ${words[@]+"${words[@]}"}
+
+pytest=(.venv/bin/python -m pytest -m "$marks")
+if [ "$marks" = "not gpu" ] || [ ${#words[@]} -gt 0 ]; then
+    exec "${pytest[@]}" ${words[@]+"${words[@]}"}
+fi
+# A test keeps to one core (tests/conftest.py), so two parts run beside each other. What the first says comes at the end.
+said=$(mktemp)
+"${pytest[@]}" tests/integration >"$said" 2>&1 &
+first=$!
+trap 'kill $first 2>/dev/null || true; cat "$said"; rm "$said"' EXIT
+status=0
+"${pytest[@]}" --ignore=tests/integration || status=$?
+echo "test: waiting for the integration tests"
+wait "$first" || status=$?
+first=
+exit "$status"

@@ -14,7 +14,7 @@ from tests.cases import RECORD, make_drafter, make_target_info, tiny_run_config
 # Before any library reads them: no downloads, no tracker, one thread a process (tests run beside each other).
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +22,12 @@ HIDDEN, VOCAB, WINDOW, POSITIONS = 64, 128, 24, 256
 
 
 def load(*overrides: str) -> RunConfig:
-    """What the commands compose."""
+    """What the commands compose; the caller's own to change."""
+    return deepcopy(_composed(*overrides))
+
+
+@cache
+def _composed(*overrides: str) -> RunConfig:
     register_schema()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return load_config(compose("config", list(overrides)))

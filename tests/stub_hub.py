@@ -76,6 +76,7 @@ class Repository:
 
 class HubHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or a body waits 40 ms behind its headers
     hub: ClassVar[StubHub]
 
     def log_message(self, *_: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash2_train.runs.folder import RunFolder, acceptance_length, last_value
+from dflash2_train.runs.measured import measured_lengths
 
 LAST_ROWS = 50  # logged steps that a figure of the end is a mean over: one step is noise
 MISSING = "-"
@@ -59,7 +60,7 @@ def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, 
 
 
 def final_figures(run: RunFolder) -> dict[str, float]:
-    """What a run ended with, or stands at: means over its last rows, newest values, validation and evaluation."""
+    """What a run ended with, or stands at: means over its last rows, newest values, validation and evaluations."""
     rows = run.rows()
     figures = {name: value for name in NEWEST if (value := last_value(rows, name)) is not None}
     for name in MEANS:
@@ -74,7 +75,7 @@ def final_figures(run: RunFolder) -> dict[str, float]:
         figures["eval: acceptance length"] = length
     if report is not None and report.get("speedup") is not None:
         figures["eval: speed-up"] = float(report["speedup"])
-    return figures
+    return figures | measured_lengths(run)
 
 
 def figure_table(figures: Sequence[Mapping[str, float]]) -> list[tuple[str, list[str]]]:

@@ -86,9 +86,13 @@ class RunFolder:
         return sorted(states, key=lambda state: state["rank"])
 
     def evaluation(self) -> dict[str, Any] | None:
-        """The report of dflash2-eval, or None."""
+        """The report of dflash2-eval about the hold-out, or None."""
         path = self.root / "eval" / REPORT
         return read_json(path) if path.exists() else None
+
+    def reports(self) -> list[Path]:
+        """Reports of all further evaluations: of tasks, sweeps and servers."""
+        return sorted(set((self.root / "eval").rglob(REPORT)) - {self.root / "eval" / REPORT})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +139,7 @@ def stage_of(run: RunFolder, *, step: int, steps: int | None) -> str:
     if step > 0 or run.record():
         if steps is None or step < steps:
             return "training"
-        if run.evaluation() is not None:
+        if run.evaluation() is not None or run.reports():
             return "evaluated"
         return "exported" if (run.root / "export" / "config.json").exists() else "trained"
     return next((stage for name, stage in DATA_STAGES if (run.root / "data" / name).exists()), "empty")
@@ -144,7 +148,7 @@ def stage_of(run: RunFolder, *, step: int, steps: int | None) -> str:
 def last_change(run: RunFolder) -> float:
     """Time of the newest sign of life, seconds since the epoch."""
     places = [run.root, run.root / "data", run.root / "export", run.root / "eval", run.training]
-    files = [*run.training.glob("*.json*"), run.root / "eval" / REPORT]
+    files = [*run.training.glob("*.json*"), run.root / "eval" / REPORT, *run.reports()]
     return max(path.stat().st_mtime for path in [*places, *files] if path.exists())
 
 

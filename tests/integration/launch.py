@@ -9,27 +9,26 @@ import sys
 from collections.abc import Sequence
 
 
-def start_ranks_of(module: str, arguments: Sequence[str], ranks: int) -> list[subprocess.Popen[str]]:
-    """Processes of ``python -m module arguments``, one a rank; a single one starts plainly, without rank variables."""
-    command = [sys.executable, "-m", module, *arguments]
+def rank_environments(ranks: int) -> list[dict[str, str]]:
+    """Environment of each rank; a single one starts plainly, without rank variables."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    processes = []
+    environments = []
     for rank in range(ranks):
         own = dict(os.environ, OMP_NUM_THREADS="1")
         if ranks > 1:
             own.update(
                 RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=port
             )
-        processes.append(
-            subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    return processes
+        environments.append(own)
+    return environments
 
 
-def finish(processes: Sequence[subprocess.Popen[str]], *, expect: int = 0) -> str:
-    """Wait for all, check their exit codes, and return what they printed."""
-    output = "".join(process.communicate(timeout=240)[0] for process in processes)
-    assert [process.returncode for process in processes] == [expect] * len(processes), output
-    return output
+def start_ranks_of(module: str, arguments: Sequence[str], ranks: int) -> list[subprocess.Popen[str]]:
+    """Processes of ``python -m module arguments``, one a rank."""
+    command = [sys.executable, "-m", module, *arguments]
+    return [
+        subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for own in rank_environments(ranks)
+    ]

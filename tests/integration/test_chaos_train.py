@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.integration.forked import finish, fork_ranks_of
 
 
 def disturb(*names: str, timeout: int) -> None:
-    command = [sys.executable, "-m", "tests.chaos.train", *names]
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert all(f"{name}: as it should" in done.stdout for name in names)
+    output = finish(fork_ranks_of("tests.chaos.train", names, 1), timeout=timeout)
+    assert all(f"{name}: as it should" in output for name in names)
 
 
 def test_a_killed_rank_and_a_full_disk_end_the_job_by_name_and_it_continues_to_the_same_curve() -> None:

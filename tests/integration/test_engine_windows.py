@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launch import finish, start_ranks_of
+from tests.integration.forked import finish, fork_ranks_of
 
 RUN = "tests.integration.run_engine"
 
@@ -20,5 +20,5 @@ RUN = "tests.integration.run_engine"
 def test_bad_windows_leave_no_trace_and_state_moves_between_numbers_of_ranks(
     tmp_path: Path, first: int, then: int
 ) -> None:
-    finish(start_ranks_of(RUN, [str(tmp_path), "save"], first))
-    finish(start_ranks_of(RUN, [str(tmp_path), "load"], then))
+    finish(fork_ranks_of(RUN, [str(tmp_path), "save"], first))
+    finish(fork_ranks_of(RUN, [str(tmp_path), "load"], then))

@@ -16,10 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from dflash2_train.config import RunConfig, to_plain
-from tests.cases import tiny_run_config, without_clock
-from tests.integration.launch import finish, start_ranks_of
+from tests.cases import tiny_run_config
 from tests.integration.run_launched import MODULE
-from tests.integration.test_training import STEPS, base, curve, variant, weights  # noqa: F401 - base is a fixture
+from tests.integration.trainings import STEPS, curve, variant, weights
 
 LIMIT_S = 240
 
@@ -56,16 +55,14 @@ def wait_for(*paths: Path) -> None:
     assert all(path.exists() for path in paths)
 
 
-def test_ranks_started_by_the_command_train_as_under_a_launcher(base: RunConfig, tmp_path: Path) -> None:  # noqa: F811
-    own, theirs = (variant(base, tmp_path / name, rows=1) for name in ("own", "theirs"))
-    own.run_dir, own.launch.ranks = str(tmp_path / "own"), 2
-    theirs_json = tmp_path / "theirs" / "config.json"
-    theirs_json.parent.mkdir(parents=True)
-    theirs_json.write_text(json.dumps(to_plain(theirs)))
-    finish(start_ranks_of("tests.integration.run_training", [str(theirs_json)], 2))
+def test_ranks_started_by_the_command_train_as_under_a_launcher(
+    base: RunConfig, on_two_ranks: RunConfig, tmp_path: Path
+) -> None:
+    own = variant(base, tmp_path, rows=1)
+    own.run_dir, own.launch.ranks = str(tmp_path), 2
     outputs(launch("train", own), expect=0)
-    assert [without_clock(row) for row in curve(own)] == [without_clock(row) for row in curve(theirs)]
-    expected, found = weights(theirs), weights(own)
+    assert curve(own) == curve(on_two_ranks)
+    expected, found = weights(on_two_ranks), weights(own)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert (Path(own.export.output_dir) / "mask_embedding.pt").exists()
@@ -76,10 +73,7 @@ def test_ranks_started_by_the_command_train_as_under_a_launcher(base: RunConfig,
     assert record["command"][0] == "dflash2-train"
 
 
-def test_a_stopped_run_of_two_ranks_saves_and_the_same_command_continues(
-    base: RunConfig,  # noqa: F811
-    tmp_path: Path,
-) -> None:
+def test_a_stopped_run_of_two_ranks_saves_and_the_same_command_continues(base: RunConfig, tmp_path: Path) -> None:
     config = variant(base, tmp_path, steps=4000, save_every=100000, rows=1)
     config.run_dir, config.launch.ranks = str(tmp_path), 2
     process = launch("train", config)

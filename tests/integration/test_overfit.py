@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from torch import Tensor
 
 from dflash2_train.runner import GenerationResult, generate, plain_decode
-from tests.cases import tiny_run_config
-from tests.overfitted import Overfitted, overfit
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Overfitted:
-    """A drafter overfitted to the target's own greedy answer to one prompt."""
-    root: Path = tmp_path_factory.mktemp("overfit")
-    return overfit(tiny_run_config(root), root / "target")
+from tests.overfitted import Overfitted
 
 
 def acceptance(result: GenerationResult) -> float:

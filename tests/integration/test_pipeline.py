@@ -10,21 +10,31 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.forked import finish, fork_ranks_of
+
 SCRIPTS = Path(sys.executable).parent
 TARGET = Path(__file__).resolve().parents[2] / "targets" / "SmolLM2-135M-Instruct"
+MODULES = {
+    "dflash2-gen-data": "data_gen.cli",
+    "dflash2-train": "dflash2_train.train",
+    "dflash2-export": "dflash2_train.export.cli",
+}
 
 
-def command(name: str, run: Path, *words: str) -> list[str]:
-    return [str(SCRIPTS / name), "+experiment=smollm2_cpu", "+scale=smoke", f"run_dir={run}", *words]
+def words_of(run: Path, *more: str) -> list[str]:
+    return ["+experiment=smollm2_cpu", "+scale=smoke", f"run_dir={run}", *more]
 
 
-def call(name: str, run: Path, *words: str, expect: int = 0) -> str:
-    done = subprocess.run(
-        command(name, run, *words), cwd=TARGET.parents[1], capture_output=True, text=True, timeout=600
-    )
-    output = done.stdout + done.stderr
-    assert done.returncode == expect, output[-6000:]
-    return output
+def call(name: str, run: Path) -> None:
+    """The installed command, which must end well."""
+    command = [str(SCRIPTS / name), *words_of(run)]
+    done = subprocess.run(command, cwd=TARGET.parents[1], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+
+def call_module(name: str, run: Path, *words: str, expect: int = 0) -> str:
+    """The same as its module, where the libraries need not be loaded anew; what it printed."""
+    return finish(fork_ranks_of(MODULES[name], words_of(run, *words), 1), expect=expect)
 
 
 def stamps(folder: Path) -> dict[str, int]:
@@ -37,7 +47,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert (TARGET / "config.json").is_file(), "make the target first: bash launch/target.sh"
     folder = tmp_path_factory.mktemp("pipeline")
     process = subprocess.Popen(
-        command("dflash2-gen-data", folder), cwd=TARGET.parents[1], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [str(SCRIPTS / "dflash2-gen-data"), *words_of(folder)],
+        cwd=TARGET.parents[1],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     conversations = folder / "data" / "conversations"
     deadline = time.monotonic() + 400
@@ -76,21 +89,21 @@ def test_a_trained_drafter_is_exported_and_decodes_losslessly(run: Path) -> None
     assert "| served by vLLM | not measured |" in (export / "README.md").read_text()
     assert len(list(export.glob("evaluation-*.json"))) == 1
     before = stamps(run)
-    for name in ("dflash2-gen-data", "dflash2-train", "dflash2-export"):
-        call(name, run)
+    for name in MODULES:
+        call_module(name, run)
     unchanged = {path: stamp for path, stamp in stamps(run).items() if path in before and "/data/" in path}
     assert all(before[path] == stamp for path, stamp in unchanged.items() if "shard-" in path)
     assert stamps(run / "export") == {path: stamp for path, stamp in before.items() if "/export/" in path}
 
 
 def test_training_without_data_says_which_command_is_missing(tmp_path: Path) -> None:
-    output = call("dflash2-train", tmp_path, expect=2)
+    output = call_module("dflash2-train", tmp_path, expect=2)
     assert "error:" in output
     assert "dflash2-gen-data" in output
 
 
 def test_a_target_folder_that_is_missing_is_named_with_the_command_that_makes_it(tmp_path: Path) -> None:
-    output = call("dflash2-gen-data", tmp_path, "target.name=targets/nowhere", expect=2)
+    output = call_module("dflash2-gen-data", tmp_path, "target.name=targets/nowhere", expect=2)
     assert "nowhere" in output
     assert "data_gen.local_target" in output
 
@@ -98,5 +111,6 @@ def test_a_target_folder_that_is_missing_is_named_with_the_command_that_makes_it
 def test_a_broken_line_in_a_prompt_file_is_named_by_file_and_line(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"messages": [{"role": "user", "content": "hello there"}]}\n{"messages": [\n')
-    output = call("dflash2-gen-data", tmp_path, f"data.train_prompts=[{{kind: jsonl, path: {prompts}}}]", expect=2)
+    sources = f"data.train_prompts=[{{kind: jsonl, path: {prompts}}}]"
+    output = call_module("dflash2-gen-data", tmp_path, sources, expect=2)
     assert "prompts.jsonl:2" in output.replace("\n", "")

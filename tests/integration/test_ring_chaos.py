@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
+from tests.integration.forked import finish, fork_ranks_of
+
 
 def rounds(runs: int, first: int) -> None:
-    command = [sys.executable, "-m", "tests.chaos.ring", "--runs", str(runs), "--first", str(first)]
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300 + 60 * runs)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout.splitlines()[-1])
+    words = ["--runs", str(runs), "--first", str(first)]
+    output = finish(fork_ranks_of("tests.chaos.ring", words, 1), timeout=300 + 60 * runs)
+    summary = json.loads(output.splitlines()[-1])
     assert summary["killed"].keys() == {"trainer", "producer"}
     assert sum(summary["killed"].values()) >= runs
 

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +21,8 @@ from data_gen.cli import gen_data
 from dflash2_train.config import RunConfig, load_config, to_plain
 from dflash2_train.tracker import read_metrics
 from tests.cases import tiny_run_config, without_clock
-from tests.integration.launch import finish as finish_ranks
-from tests.integration.launch import start_ranks_of
+from tests.integration.forked import RankProcess, fork_ranks_of
+from tests.integration.forked import finish as finish_ranks
 from tests.tiny_target import EOS, save_tiny_llama
 
 STEPS, PROMPT, CONVERSATIONS = 6, 4, 24
@@ -108,21 +106,17 @@ def variant(base: RunConfig, folder: Path, *, mode: str, stage: str) -> RunConfi
     return config
 
 
-def start(config: RunConfig, folder: Path, module: str) -> subprocess.Popen[str]:
+def start(config: RunConfig, folder: Path, module: str) -> RankProcess:
     path = folder / f"{module}-{config.stage}.json"
     path.write_text(json.dumps(to_plain(config)))
-    command = [sys.executable, "-m", f"tests.integration.{module}", str(path)]
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return fork_ranks_of(f"tests.integration.{module}", [str(path)], 1)[0]
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-    return output
+def finish(process: RankProcess) -> str:
+    return finish_ranks([process])
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+def wait_for(condition: Callable[[], object], process: RankProcess) -> None:
     deadline = time.monotonic() + 200
     while not condition() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -201,7 +195,7 @@ def test_a_capture_worker_that_dies_is_replaced_and_two_ranks_train_to_the_same_
     os.kill(int(children[0]), signal.SIGKILL)
     path = tmp_path / "two.json"
     path.write_text(json.dumps(to_plain(config)))
-    finish_ranks(start_ranks_of("tests.integration.run_training", [str(path)], 2))
+    finish_ranks(fork_ranks_of("tests.integration.run_training", [str(path)], 2))
     assert "capture worker 0 died of SIGKILL (1 of 20 times)" in re.sub(r"\s+", " ", finish(producer))
     assert list(claims.iterdir()) == []
     for one, two in zip(curve(cached), curve(config), strict=True):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from safetensors import safe_open
 
 from dflash2_train.planning.command import PLAN_FILE
 from dflash2_train.tracker import read_metrics
+from tests.integration.forked import finish, fork_ranks_of
 from tests.integration.run_tiny_experiment import compose_tiny
 
 WINDOW = "drafter.sliding_window=48"  # smaller than the documents, so that the window bites
@@ -25,20 +23,13 @@ CASES = [
 ]
 
 
-def run(experiment: str, folder: Path, *overrides: str) -> str:
-    words = [sys.executable, "-m", "tests.integration.run_tiny_experiment", experiment, str(folder), *overrides]
-    done = subprocess.run(words, env=dict(os.environ, OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=900)
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output[-6000:]
-    return output
-
-
 @pytest.mark.parametrize(("experiment", "overrides"), CASES)
 def test_a_tiny_experiment_runs_from_its_plan_to_a_folder_without_findings(
     experiment: str, overrides: list[str], tmp_path: Path
 ) -> None:
     config = compose_tiny(experiment, tmp_path, *overrides)
-    run(experiment, tmp_path, *overrides)
+    words = [experiment, str(tmp_path), *overrides]
+    finish(fork_ranks_of("tests.integration.run_tiny_experiment", words, 1), timeout=900)
     assert json.loads((tmp_path / "run" / PLAN_FILE).read_text())["fits"] is True
     target = json.loads((tmp_path / "target" / "config.json").read_text())
     assert target["model_type"] == config.target.architecture

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,78 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dflash2_train.config import RunConfig, to_plain
+from dflash2_train.config import RunConfig
 from dflash2_train.telemetry.catalogue import METRICS, described
-from dflash2_train.tracker import read_metrics
-from tests.cases import tiny_run_config, without_clock
-from tests.integration.launch import finish, start_ranks_of
-from tests.tiny_target import save_tiny_llama, write_cache
-
-STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """A tiny target with a filled cache; tests give it training folders of their own."""
-    root = tmp_path_factory.mktemp("tiny")
-    config = tiny_run_config(root)
-    config.target.name = str(root / "target")
-    config.target.dtype = "float32"
-    config.data.teacher_top_k = 8
-    config.data.attest.min_agreement = 0.05
-    config.train.dtype = "float32"
-    config.train.steps = STEPS
-    config.train.row_tokens = 64
-    config.train.rows = 2
-    config.train.lr = 3e-3
-    config.train.init_layers = []
-    model = save_tiny_llama(root / "target", config)
-    write_cache(model, config, samples=12, length=24)
-    return config
-
-
-def variant(base: RunConfig, folder: Path, **train: object) -> RunConfig:
-    config = load(to_plain(base))
-    config.train.output_dir, config.export.output_dir = str(folder / "train"), str(folder / "export")
-    for key, value in train.items():
-        setattr(config.train, key, value)
-    return config
-
-
-def load(plain: dict[str, object]) -> RunConfig:
-    from omegaconf import OmegaConf
-
-    from dflash2_train.config import load_config
-
-    return load_config(OmegaConf.create(plain))
-
-
-def start(config: RunConfig, *, ranks: int = 1) -> list[subprocess.Popen[str]]:
-    path = Path(config.train.output_dir).parent / "config.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(to_plain(config)))
-    return start_ranks_of("tests.integration.run_training", [str(path)], ranks)
-
-
-def run(config: RunConfig, *, ranks: int = 1, expect: int = 0) -> str:
-    return finish(start(config, ranks=ranks), expect=expect)
-
-
-def weights(config: RunConfig, step: int = STEPS) -> dict[str, torch.Tensor]:
-    return load_file(Path(config.train.output_dir) / f"step{step:06d}" / "drafter.safetensors")
-
-
-def curve(config: RunConfig, *, whole: bool = False) -> list[dict[str, float]]:
-    rows = read_metrics(Path(config.train.output_dir) / "metrics.jsonl")
-    return rows if whole else [without_clock(row) for row in rows]
-
-
-@pytest.fixture(scope="module")
-def straight(base: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """A run from the first step to the last."""
-    config = variant(base, tmp_path_factory.mktemp("straight"))
-    run(config)
-    return config
+from tests.integration.forked import finish
+from tests.integration.trainings import STEPS, curve, run, start, variant, weights
 
 
 def test_training_lowers_the_loss_and_exports_a_drafter(straight: RunConfig) -> None:
@@ -142,13 +71,11 @@ def test_a_finished_run_started_again_does_no_step(straight: RunConfig) -> None:
 
 
 def test_the_same_global_batch_gives_the_same_update_on_one_rank_and_on_two(
-    base: RunConfig, straight: RunConfig, tmp_path: Path
+    straight: RunConfig, on_two_ranks: RunConfig
 ) -> None:
-    config = variant(base, tmp_path, rows=1)
-    run(config, ranks=2)
-    for one, two in zip(curve(straight), curve(config), strict=True):
+    for one, two in zip(curve(straight), curve(on_two_ranks), strict=True):
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
-    expected, found = weights(straight), weights(config)
+    expected, found = weights(straight), weights(on_two_ranks)
     for name in expected:
         torch.testing.assert_close(expected[name], found[name], rtol=1e-3, atol=2e-5)
 
@@ -210,18 +137,15 @@ def test_a_signal_saves_and_the_same_command_continues(base: RunConfig, tmp_path
             break
         time.sleep(0.05)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=120)
+    output = process.communicate(timeout=120)
     assert process.returncode == 143, output
     saved = sorted(Path(config.train.output_dir).glob("step*"))
     assert len(saved) == 1, output
     assert load_file(saved[0] / "exp_avg.safetensors").keys() == load_file(saved[0] / "drafter.safetensors").keys()
 
 
-def test_resuming_under_other_settings_is_refused_with_the_differences(
-    base: RunConfig, straight: RunConfig, tmp_path: Path
-) -> None:
-    config = load(to_plain(straight))
-    config.train.lr = 1e-3
+def test_resuming_under_other_settings_is_refused_with_the_differences(base: RunConfig, straight: RunConfig) -> None:
+    config = variant(base, Path(straight.train.output_dir).parent, lr=1e-3)
     config.loss.gamma = 4.0
     output = run(config, expect=2)
     assert "train.lr: 0.003 -> 0.001" in output
@@ -261,23 +185,6 @@ def test_steps_with_a_non_finite_loss_are_dropped_named_and_end_the_run_after_a_
 
 def test_a_disk_too_small_for_a_checkpoint_is_refused_before_the_first_step(base: RunConfig, tmp_path: Path) -> None:
     config = variant(base, tmp_path)
-    output = run_with_full_disk(config)
+    output = finish(start(config, "--full-disk"), expect=2)
     assert "GiB free, a checkpoint needs" in output
     assert not (Path(config.train.output_dir) / "metrics.jsonl").exists()
-
-
-def run_with_full_disk(config: RunConfig) -> str:
-    """The trainer in a process that is told of a disk with one free byte."""
-    path = Path(config.train.output_dir).parent / "config.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(to_plain(config)))
-    code = (
-        "import shutil, sys, runpy; from types import SimpleNamespace\n"
-        "shutil.disk_usage = lambda _: SimpleNamespace(free=1)\n"
-        f"sys.argv = ['run', {str(path)!r}]\n"
-        "runpy.run_module('tests.integration.run_training', run_name='__main__')\n"
-    )
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 2, done.stdout + done.stderr
-    return done.stderr

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from dflash2_train.config import RunConfig
-from tests.integration.test_training import base, curve, run, variant, weights
-
-__all__ = ["base"]  # a fixture
+from tests.integration.trainings import curve, run, variant, weights
 
 OPTIONS = {
     "position_weights": "dpace",
@@ -33,7 +31,7 @@ def with_options(config: RunConfig) -> RunConfig:
 
 @pytest.mark.slow
 def test_every_option_at_once_gives_the_same_run_on_two_ranks_and_after_a_stop(
-    base: RunConfig,  # noqa: F811
+    base: RunConfig,
     tmp_path: Path,
 ) -> None:
     straight = with_options(variant(base, tmp_path / "one"))

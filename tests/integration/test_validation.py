@@ -11,9 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from dflash2_train.config import RunConfig
-from tests.integration.test_training import STEPS, base, curve, run, variant, weights
-
-__all__ = ["base"]  # a fixture
+from tests.integration.trainings import STEPS, curve, run, variant, weights
 
 SHARE = 0.34
 
@@ -44,7 +42,7 @@ def best(config: RunConfig) -> Any:
 
 
 @pytest.fixture(scope="module")
-def validated(base: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, str]:  # noqa: F811
+def validated(base: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, str]:
     """A run that validates every second step and decodes two prompts each time; what it printed."""
     config = variant(base, tmp_path_factory.mktemp("validated"), validate_every=2, gradient_checkpointing=True)
     held_out(config, decode_prompts=2, decode_tokens=8)
@@ -52,7 +50,7 @@ def validated(base: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 def test_training_with_validation_is_training_without_it_to_the_last_bit(
-    base: RunConfig,  # noqa: F811
+    base: RunConfig,
     validated: tuple[RunConfig, str],
     tmp_path: Path,
 ) -> None:
@@ -84,7 +82,7 @@ def test_figures_are_recorded_shown_and_pick_the_best_checkpoint(validated: tupl
 
 
 def test_a_stopped_run_goes_on_to_the_same_weights_figures_and_best(
-    base: RunConfig,  # noqa: F811
+    base: RunConfig,
     validated: tuple[RunConfig, str],
     tmp_path: Path,
 ) -> None:
@@ -100,7 +98,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights_figures_and_best(
 
 
 def test_two_ranks_share_the_rows_and_the_best_averaged_weights_are_exported(
-    base: RunConfig,  # noqa: F811
+    base: RunConfig,
     tmp_path: Path,
 ) -> None:
     options = {"steps": 2, "validate_every": 1, "lr": 1e-9, "ema_decay": 0.5}  # weights stand still
@@ -121,7 +119,7 @@ def test_two_ranks_share_the_rows_and_the_best_averaged_weights_are_exported(
 
 
 def test_a_share_is_refused_to_a_run_that_was_begun_without(
-    base: RunConfig,  # noqa: F811
+    base: RunConfig,
     validated: tuple[RunConfig, str],
 ) -> None:
     config = variant(base, Path(validated[0].train.output_dir).parent, gradient_checkpointing=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,30 +21,19 @@ from dflash2_train.validation.decode import FORECAST, REAL, RealDecoding, add_ro
 from dflash2_train.validation.figures import accepted_drafts, no_rows, row_figures
 from dflash2_train.validation.outcome import Outcome
 from dflash2_train.validation.slots import read_blocks
-from tests.cases import tiny_run_config
-from tests.overfitted import Overfitted, overfit
+from tests.overfitted import Overfitted
 
 DECODED = 28  # tokens decoded of each answer; the captured text goes on for a block and more
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Overfitted:
-    """A drafter that knows the target's greedy answer by heart."""
-    root: Path = tmp_path_factory.mktemp("forecast")
-    return overfit(tiny_run_config(root), root / "target")
-
-
 @pytest.fixture
-def unsure(trained: Overfitted) -> Iterator[Overfitted]:
+def unsure(trained: Overfitted) -> Overfitted:
     """The drafter with noise on its weights: it knows some of the text."""
-    drafter = trained.drafter
-    kept = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in drafter.parameters():
+        for parameter in trained.drafter.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.5 * parameter.std(unbiased=False))
-    yield trained
-    drafter.load_state_dict(kept)
+    return trained
 
 
 @torch.inference_mode()

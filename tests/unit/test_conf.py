@@ -5,25 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 
 from data_gen.stage_plan import plan_stage
 from data_gen.tiny_target import HIDDEN, VOCAB
-from dflash2_train.app import register_schema
-from dflash2_train.config import ConfigError, RunConfig, load_config
+from dflash2_train.config import ConfigError
 from dflash2_train.export.doctor import check_config
 from dflash2_train.model.drafter_config import DrafterShape
+from tests.families import CONF, EXPERIMENTS, load
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
-EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 SCALES = sorted(path.stem for path in (CONF / "scale").glob("*.yaml"))
-
-
-def load(*overrides: str) -> RunConfig:
-    register_schema()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return load_config(compose("config", list(overrides)))
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

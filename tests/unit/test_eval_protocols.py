@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from copy import deepcopy
-from functools import cache, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ import pytest
 
 from dflash2_train.config import ConfigError, EvalConfig, RunConfig
 from dflash2_train.evaluate.tasks import PLACEHOLDER, load_task
-from tests.unit.test_conf import CONF, load
+from tests.families import CONF, load
 
 PROTOCOLS = sorted(path.stem for path in (CONF / "eval" / "protocol").glob("*.yaml"))
 OF_THE_RUNNER = ("tasks_runner", "sweep")
 ADDRESS = "eval.server.url=http://127.0.0.1:8000"
 
 
-@cache
 def experiment(name: str, *overrides: str) -> RunConfig:
     return load("+experiment=glm53_flash", f"+eval/protocol={name}", ADDRESS, *overrides)
 
@@ -122,7 +120,7 @@ def test_the_five_tasks_ask_what_the_public_data_sets_hold(monkeypatch: pytest.M
 
 
 def test_a_note_in_place_of_a_prompt_is_never_measured(tmp_path: Path) -> None:
-    config = deepcopy(protocol("speedbench").tasks[0])
+    config = protocol("speedbench").tasks[0]
     config.path = str(tmp_path / "qualitative.jsonl")
     rows = [
         {"question_id": "a", "category": "coding", "messages": [{"role": "user", "content": text} for text in turns]}
@@ -163,7 +161,7 @@ def test_a_value_on_the_command_line_wins_over_the_protocol() -> None:
     ],
 )
 def test_settings_that_cannot_be_run_are_refused(key: str, value: Any, words: str) -> None:
-    config = deepcopy(experiment("holdout500"))
+    config = experiment("holdout500")
     *parents, name = key.split(".")
     setattr(reduce(getattr, parents, config.eval), name, value)
     with pytest.raises(ConfigError, match=words):
@@ -171,7 +169,7 @@ def test_settings_that_cannot_be_run_are_refused(key: str, value: Any, words: st
 
 
 def test_sglang_is_not_asked_for_a_template_that_hides_its_counts() -> None:
-    config = deepcopy(experiment("holdout500"))
+    config = experiment("holdout500")
     config.eval.server.engine, config.eval.server.template = "sglang", "server"
     with pytest.raises(ConfigError, match="Use client"):
         config.check()

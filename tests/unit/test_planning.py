@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import json
 import math
 import subprocess
@@ -12,10 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from dflash2_train.app import register_schema
-from dflash2_train.config import HardwareConfig, RunConfig, load_config
+from dflash2_train.config import HardwareConfig, RunConfig
 from dflash2_train.planning import activations, buffers, fit, losses, state
 from dflash2_train.planning.command import EXIT_DOES_NOT_FIT, PLAN_FILE, plan_training
 from dflash2_train.planning.parameters import count_parameters, optimizer_groups, parameter_sizes, parameters_by_part
@@ -23,21 +19,8 @@ from dflash2_train.planning.report import failures, make_training_plan
 from dflash2_train.planning.setting import MicroBatch, Setting, fullest_batch, make_setting, usual_batch
 from dflash2_train.planning.speed import ESTIMATED, MEASURED, estimate, window_work
 from dflash2_train.planning.timeline import LAYERS, LOSS, MOMENTS, SAVE, UPDATE
+from tests.families import EXPERIMENTS, load
 from tests.unit.test_imports import HEAVY
-
-CONF = Path(__file__).resolve().parents[2] / "conf"
-EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
-
-
-@functools.cache
-def composed(*overrides: str) -> RunConfig:
-    register_schema()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return load_config(compose("config", list(overrides)))
-
-
-def load(*overrides: str) -> RunConfig:
-    return copy.deepcopy(composed(*overrides))
 
 
 def on(config: RunConfig, **hardware: object) -> RunConfig:

@@ -26,7 +26,7 @@ from dflash2_train.model.drafter_config import DrafterShape
 from dflash2_train.run_control import only_run_in
 from dflash2_train.runner import loop
 from dflash2_train.runner.verify import Verdict
-from tests.integration.launch import finish, start_ranks_of
+from tests.integration.forked import finish, fork_ranks_of
 
 NUM_DRAFTED = 7
 SCRIPT = (0, 3, 7, 2)
@@ -308,14 +308,14 @@ def test_ranks_share_the_prompts_and_the_first_reports_them_all(
 def test_two_processes_share_an_evaluation_and_one_continues_it(evaluation: RunConfig, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(to_plain(evaluation)))
-    finish(start_ranks_of("tests.integration.run_evaluation", [str(path)], 2))
+    finish(fork_ranks_of("tests.integration.run_evaluation", [str(path)], 2))
     folder = Path(evaluation.eval.output_dir)
     first = json.loads((folder / "report.json").read_text())
     results = sorted(folder.glob("results-*.jsonl"))
     assert len(results) == 2
     whole = results[1].read_bytes()
     results[1].write_bytes(whole[: whole.rindex(b"{") + 9])  # the second rank was killed while it wrote
-    finish(start_ranks_of("tests.integration.run_evaluation", [str(path)], 1))
+    finish(fork_ranks_of("tests.integration.run_evaluation", [str(path)], 1))
     again = EvalReport.from_json(json.loads((folder / "report.json").read_text()))
     assert again.greedy.counts == EvalReport.from_json(first).greedy.counts
     assert again.equality is not None and again.equality.prompts_equal == NUM_PROMPTS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from dflash2_train.config import to_plain
+from dflash2_train.evaluate.runs import Acceptance, Cell, EvalRun, RequestCounts
 from dflash2_train.provenance import run_record
 from dflash2_train.runs.cli import EXIT_FAULT, age, run_command
 from dflash2_train.runs.compare import differing_settings, final_figures, flat_config
@@ -57,6 +59,30 @@ def evaluate(root: Path, length: float) -> None:
     (root / "eval" / "report.json").write_text(json.dumps(report))
 
 
+def make_cell(*, accepted: int | None, concurrency: int = 1, **values: Any) -> Cell:
+    """Ten rounds of one task; None is plain decoding."""
+    counts = None
+    if accepted is not None:
+        counts = Acceptance(rounds=10, proposed=70, accepted=accepted, accepted_per_position=[])
+    method = "autoregressive" if accepted is None else "drafter"
+    requests = RequestCounts(asked=1, answered=1)
+    return Cell(
+        method=method,
+        concurrency=concurrency,
+        acceptance=counts,
+        requests=requests,
+        output_tokens=30,
+        seconds=1.0,
+        **values,
+    )
+
+
+def write_report(folder: Path, cells: list[Cell]) -> None:
+    folder.mkdir(parents=True)
+    run = EvalRun(kind="runner", label="runner", protocol={"num_drafted": 4}, cells=cells)
+    (folder / "report.json").write_text(json.dumps(run.to_json()))
+
+
 def test_a_run_is_told_by_the_files_that_are_there(tmp_path: Path) -> None:
     root = make_run(tmp_path / "a", steps_done=6)
     run = open_run(root)
@@ -82,6 +108,32 @@ def test_stages_follow_each_other(tmp_path: Path) -> None:
     for name, stage in (("prompts.jsonl", "preparing"), ("conversations", "regenerating"), ("capture", "capturing")):
         (data / name).mkdir()
         assert summarise(open_run(tmp_path / "b")).stage == stage
+
+
+def test_tasks_sweeps_and_servers_are_shown_by_task_k_and_temperature(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = make_run(tmp_path / "a")
+    grid = {("GSM8K", 7, 0.0): 20, ("GSM8K", 3, 0.6): 10, ("MT-Bench", 7, 0.0): 5}
+    cells = [
+        make_cell(task=task, num_drafted=k, temperature=t, accepted=accepted) for (task, k, t), accepted in grid.items()
+    ]
+    plain = make_cell(task="GSM8K", temperature=0.0, accepted=None)
+    write_report(root / "eval" / "runner", [*cells, plain])
+    served = make_cell(task="hold-out", category="code", temperature=1.0, accepted=25, concurrency=16)
+    write_report(root / "eval" / "holdout500" / "server" / "ours", [served])
+    assert summarise(open_run(root)).stage == "evaluated"
+    assert {name: value for name, value in final_figures(open_run(root)).items() if name.startswith("eval")} == {
+        "eval/holdout500/server/ours: hold-out (code), K 4, T 1, 16 at once": 3.5,
+        "eval/runner: GSM8K, K 7, T 0": 3.0,
+        "eval/runner: GSM8K, K 3, T 0.6": 2.0,
+        "eval/runner: MT-Bench, K 7, T 0": 1.5,
+    }
+    assert run_command(["show", str(root)]) == 0
+    assert re.search(r"eval/runner: GSM8K, K 3, T 0\.6 +2\n", re.sub(r" +\n", "\n", capsys.readouterr().out))
+    (root / "eval" / "runner" / "report.json").write_text('{"schema_version": 0}')
+    assert run_command(["show", str(root)]) == EXIT_FAULT
+    assert "runner/report.json: not a result that can be read" in capsys.readouterr().err
 
 
 def test_an_export_of_an_earlier_checkpoint_does_not_hide_that_training_goes_on(tmp_path: Path) -> None:

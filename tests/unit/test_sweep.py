@@ -53,6 +53,12 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [*GRID, "data.root=cache"]
 
 
+@pytest.fixture
+def two(words: list[str]) -> list[str]:
+    """The two jobs of one swept key, where no more are needed."""
+    return [*words, "drafter.num_layers=1"]
+
+
 class FakeTrainer:
     """A command for each job; ``acts`` says which do something else than train."""
 
@@ -88,8 +94,8 @@ def test_without_a_root_the_cache_is_that_of_the_experiment_itself(words: list[s
     assert {job.config.data.root for job in sweep.jobs} == {"runs/smollm2_cpu/data"}
 
 
-def test_a_jobs_words_give_its_configuration_again(words: list[str]) -> None:
-    job = open_sweep([*words, "loss.kl_kind=choice(truncated,tail_bucket)"]).jobs[0]
+def test_a_jobs_words_give_its_configuration_again(two: list[str]) -> None:
+    job = open_sweep([*two, "loss.kl_kind=choice(truncated,tail_bucket)"]).jobs[0]
     command = [sys.executable, "-W", "ignore", "-m", "dflash2_train.train", *job.words, "--cfg", "job", "--resolve"]
     source = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, "PYTHONPATH": source}
@@ -113,12 +119,12 @@ def test_the_package_lists_of_a_folder_of_ones_own_are_swept_too(words: list[str
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["loss.gamma=1", "drafter.num_layers=1"], "nothing to sweep over"),
+        (["loss.gamma=1"], "nothing to sweep over"),
         (["name=a,b"], "cannot go over name"),
         (["train.output_dir=a,b"], "cannot go over train.output_dir"),
         (["train.output_dir=shared"], "lies outside the job's folder"),
         (["train.lr=interval(0,1)"], "an interval has no end of values"),
-        (["train.lr=1e-3,7"], "job drafter.num_layers-1+loss.gamma-3+train.lr-7: train.lr=7.0: must lie in (0, 1)"),
+        (["train.lr=1e-3,7"], "job loss.gamma-3+train.lr-7: train.lr=7.0: must lie in (0, 1)"),
         (["train.lrr=1,2"], "lrr"),
         (["loss.gamma=3,3"], "stands there twice"),
         (["data.mode=stream"], "used once"),
@@ -127,46 +133,45 @@ def test_the_package_lists_of_a_folder_of_ones_own_are_swept_too(words: list[str
         (["--config-dir", "nowhere"], "nowhere: no such folder"),
     ],
 )
-def test_what_cannot_be_run_is_refused_before_the_first_job(words: list[str], more: list[str], said: str) -> None:
+def test_what_cannot_be_run_is_refused_before_the_first_job(two: list[str], more: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        run_sweep([*words, *more], command=FakeTrainer())
+        run_sweep([*two, *more], command=FakeTrainer())
     assert said in str(caught.value)
     assert not Path("runs").exists()
 
 
 def test_a_sweep_without_an_experiment_captures_or_as_a_rank_is_refused(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
+    two: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="Name one, as in"):
         open_sweep(["-m", "train.lr=1e-3,2e-3"])
     with pytest.raises(UserError, match="no captured samples there"):
-        run_sweep([*words, "data.root=nowhere"])
+        run_sweep([*two, "data.root=nowhere"])
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match="one rank of several"):
-        run_sweep(words)
+        run_sweep(two)
 
 
-def test_a_failing_job_costs_no_other_one_and_only_it_is_tried_again(words: list[str]) -> None:
+def test_a_failing_job_costs_no_other_one_and_only_it_is_tried_again(two: list[str]) -> None:
     folder = Path("runs/smollm2_cpu/sweep")
-    assert run_sweep(words, command=FakeTrainer(gamma_3="fail")) == 1
-    failed = JobRecord.read(folder / "drafter.num_layers-1+loss.gamma-3")
+    assert run_sweep(two, command=FakeTrainer(gamma_3="fail")) == 1
+    failed = JobRecord.read(folder / "loss.gamma-3")
     assert failed is not None
     assert (failed.state, failed.exit_code) == ("failed", 2)
     assert failed.cause == "train.lr=9: must lie in (0, 1). Use 6e-4."
-    assert starts(folder) == {f"drafter.num_layers-{layers}+loss.gamma-6.5": 1 for layers in (1, 2)}
-    assert run_sweep(words, command=FakeTrainer()) == 0
-    assert set(starts(folder).values()) == {1}, "what was done is left alone"
-    assert len(starts(folder)) == 4
+    assert starts(folder) == {"loss.gamma-6.5": 1}
+    assert run_sweep(two, command=FakeTrainer()) == 0
+    assert starts(folder) == {"loss.gamma-3": 1, "loss.gamma-6.5": 1}, "what was done is left alone"
 
 
-def test_further_values_find_what_is_done_and_another_setting_does_not_pass_for_it(words: list[str]) -> None:
+def test_further_values_find_what_is_done_and_another_setting_does_not_pass_for_it(two: list[str]) -> None:
     folder = Path("runs/smollm2_cpu/sweep")
-    run_sweep(words, command=FakeTrainer())
-    run_sweep([*words, "loss.gamma=6.5,9"], command=FakeTrainer())
-    assert set(starts(folder).values()) == {1} and len(starts(folder)) == 6
-    assert len(read_sweep(folder).rows) == 6, "jobs of the earlier start stay in the table"
-    run_sweep([*words, "train.lr=1e-3"], command=FakeTrainer())
-    assert starts(folder)["drafter.num_layers-1+loss.gamma-3"] == 2
+    run_sweep(two, command=FakeTrainer())
+    run_sweep([*two, "loss.gamma=6.5,9"], command=FakeTrainer())
+    assert set(starts(folder).values()) == {1} and len(starts(folder)) == 3
+    assert len(read_sweep(folder).rows) == 3, "jobs of the earlier start stay in the table"
+    run_sweep([*two, "train.lr=1e-3"], command=FakeTrainer())
+    assert starts(folder)["loss.gamma-3"] == 2
 
 
 def test_sigterm_reaches_the_running_job_and_no_further_one_starts(words: list[str]) -> None:
@@ -181,18 +186,18 @@ def test_sigterm_reaches_the_running_job_and_no_further_one_starts(words: list[s
 
 @pytest.mark.parametrize("code", [EXIT_LOST_RANK, EXIT_STALLED])
 def test_a_job_whose_ranks_lost_one_another_is_stopped_with_the_cause_and_continued_later(
-    words: list[str], code: int, capsys: pytest.CaptureFixture[str]
+    two: list[str], code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path("runs/smollm2_cpu/sweep")
-    assert run_sweep(words, command=FakeTrainer(gamma_3=str(code))) == EXIT_STOPPED
-    lost = JobRecord.read(folder / "drafter.num_layers-1+loss.gamma-3")
+    assert run_sweep(two, command=FakeTrainer(gamma_3=str(code))) == EXIT_STOPPED
+    lost = JobRecord.read(folder / "loss.gamma-3")
     assert lost is not None
     assert (lost.state, lost.exit_code, lost.cause) == ("stopped", code, "rank 1 is gone without a word.")
     told = "stopped, the same command continues it: rank 1 is gone without a word."
-    assert (folder / "sweep.md").read_text().count(told) == 2
-    assert capsys.readouterr().out.count(told) == 2
-    assert len(starts(folder)) == 2, "the other jobs were trained"
-    assert run_sweep(words, command=FakeTrainer()) == 0
+    assert (folder / "sweep.md").read_text().count(told) == 1
+    assert capsys.readouterr().out.count(told) == 1
+    assert starts(folder) == {"loss.gamma-6.5": 1}, "the other job was trained"
+    assert run_sweep(two, command=FakeTrainer()) == 0
     assert set(starts(folder).values()) == {1}
     assert "Not at their end" not in (folder / "sweep.md").read_text()
 
@@ -205,20 +210,20 @@ def test_a_request_that_comes_while_a_job_is_being_started_reaches_it() -> None:
         assert process.wait(20) == -signal.SIGTERM
 
 
-def test_a_job_that_ends_well_without_an_export_is_not_done(words: list[str]) -> None:
+def test_a_job_that_ends_well_without_an_export_is_not_done(two: list[str]) -> None:
     folder = Path("runs/smollm2_cpu/sweep")
     trainer = FakeTrainer(gamma_3="hand on")
-    assert run_sweep(words, command=trainer) == EXIT_STOPPED
-    assert sorted(row.state for row in read_sweep(folder).rows) == ["done", "done", "stopped", "stopped"]
-    assert run_sweep(words, command=FakeTrainer()) == 0
-    assert starts(folder)["drafter.num_layers-1+loss.gamma-3"] == 2
+    assert run_sweep(two, command=trainer) == EXIT_STOPPED
+    assert sorted(row.state for row in read_sweep(folder).rows) == ["done", "stopped"]
+    assert run_sweep(two, command=FakeTrainer()) == 0
+    assert starts(folder)["loss.gamma-3"] == 2
 
 
-def test_two_sweeps_in_one_folder_are_refused(words: list[str]) -> None:
+def test_two_sweeps_in_one_folder_are_refused(two: list[str]) -> None:
     from dflash2_train.run_control import only_run_in
 
     with only_run_in(Path("runs/smollm2_cpu/sweep")), pytest.raises(UserError, match="in use by another dflash2-train"):
-        run_sweep(words, command=FakeTrainer())
+        run_sweep(two, command=FakeTrainer())
 
 
 def test_the_table_ranks_by_what_was_reached_and_is_written_with_a_picture(
@@ -262,9 +267,9 @@ def test_other_commands_refuse_multirun_by_name(
     assert "dflash2-eval takes no --multirun" in capsys.readouterr().err
 
 
-def test_the_record_tells_how_to_repeat_the_sweep(words: list[str]) -> None:
-    run_sweep(words, command=FakeTrainer())
+def test_the_record_tells_how_to_repeat_the_sweep(two: list[str]) -> None:
+    run_sweep(two, command=FakeTrainer())
     record = json.loads(Path("runs/smollm2_cpu/sweep/sweep.json").read_text())
-    assert record["command"] == ["dflash2-train", *words]
+    assert record["command"] == ["dflash2-train", *two]
     assert "commit" in record["git"] and "torch" in record["packages"]
     assert isinstance(open_sweep(record["command"][1:]), Sweep)

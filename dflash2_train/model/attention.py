@@ -9,70 +9,13 @@ Letters: B rows, A blocks a row, W block size, S context tokens, H hidden, N que
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dflash2_train.model.attend_dense import Attend, KeysValues
 from dflash2_train.model.drafter_config import DrafterShape
-from dflash2_train.model.norm import RMSNorm, row_pieces
-
-Rotation = tuple[Tensor, Tensor]  # cos and sin, fp32 [..., 1, D / 2]
-
-
-def rotation(position_ids: Tensor, head_dim: int, theta: float) -> Rotation:
-    """Cosine and sine of every position's angles, with a head axis to broadcast over.
-
-    Made afresh from the positions: a stored table would be rounded whenever the module is cast to bf16.
-
-    Args:
-        position_ids: [...] integer positions in the document.
-        head_dim: D.
-        theta: rotary base.
-
-    Returns:
-        two fp32 tensors [..., 1, D / 2].
-    """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_ids.device) / head_dim
-    angle = position_ids.float()[..., None, None] * (1.0 / theta**exponent)  # [..., 1, D / 2]
-    return angle.cos(), angle.sin()
-
-
-def rotate(heads: Tensor, table: Rotation, scale: float = 1.0) -> Tensor:
-    """Rotate the (first half, second half) pairs of [..., heads, D] by ``table``, times ``scale``, rounded once."""
-    out: Tensor = _Rotation.apply(heads, *table, scale)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Rotation(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back, so nothing but the angles is kept."""
-
-    @staticmethod
-    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.scale = scale
-        return _rotated(heads, cos, sin, scale)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotated(grads[0], cos, -sin, ctx.scale), None, None, None
-
-
-def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
-    """[..., heads, D] by [..., 1, D / 2], a few rows at a time on a CPU."""
-    rows = heads.flatten(0, -3)  # [n, heads, D]
-    cos, sin = ((part.expand(*heads.shape[:-2], -1, -1) * scale).flatten(0, -3) for part in (cos, sin))
-    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    half = heads.shape[-1] // 2
-    for piece in row_pieces(rows):
-        first, second = rows[piece].to(cos.dtype).split(half, -1)
-        out[piece, :, :half] = first * cos[piece] - second * sin[piece]
-        out[piece, :, half:] = second * cos[piece] + first * sin[piece]
-    return out.view(heads.shape)
+from dflash2_train.model.norm import RMSNorm
+from dflash2_train.model.rotation import Rotation, norm_and_rotate
 
 
 class BlockAttention(nn.Module):
@@ -104,22 +47,21 @@ class BlockAttention(nn.Module):
 
         Args:
             context: [B, S, H] from ``Drafter.encode_context``.
-            table: rotation of the context's positions, [B, S, 1, D / 2].
+            table: rotation of the context's positions, [B, S, D / 2].
 
         Returns:
             keys and values, [B, M, S, D] each, contiguous.
         """
-        keys = self.k_proj(context).unflatten(-1, (self.num_kv_heads, self.head_dim))  # [B, S, M, D]
-        values = self.v_proj(context).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        keys = rotate(self.k_norm(keys), table)
-        return keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()
+        keys = norm_and_rotate(self._heads(self.k_proj, context), self.k_norm, table)  # [B, M, S, 1, D]
+        values = self._heads(self.v_proj, context)
+        return keys.squeeze(3), values.squeeze(3).transpose(1, 2).contiguous()
 
     def forward(self, hidden: Tensor, table: Rotation, context: KeysValues, attend: Attend) -> Tensor:
         """Attend from every slot of every block.
 
         Args:
             hidden: [B, A, W, H], convolved and normed block states.
-            table: rotation of the blocks' positions, [B, A, W, 1, D / 2].
+            table: rotation of the blocks' positions, [B, A, W, D / 2].
             context: keys and values of the row's context, [B, M, S, D].
             attend: how; it knows what each slot sees.
 
@@ -132,14 +74,16 @@ class BlockAttention(nn.Module):
 
     def _project_block(self, hidden: Tensor, table: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, M, A, W, N / M, D], already scaled by 1 / sqrt(D); keys and values [B, M, A, W, D]."""
-        queries = self.q_proj(hidden).unflatten(-1, (-1, self.head_dim))  # [B, A, W, N, D]
-        keys = self.k_proj(hidden).unflatten(-1, (-1, self.head_dim))  # [B, A, W, M, D]
-        values = self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        queries = rotate(self.q_norm(queries), table, self.head_dim**-0.5)
-        keys = rotate(self.k_norm(keys), table)
-        queries = queries.unflatten(3, (self.num_kv_heads, -1))  # [B, A, W, M, N / M, D]
+        blocks, table = hidden.shape[1:3], (table[0].flatten(1, 2), table[1].flatten(1, 2))
+        queries = norm_and_rotate(self._heads(self.q_proj, hidden), self.q_norm, table, self.head_dim**-0.5)
+        keys = norm_and_rotate(self._heads(self.k_proj, hidden), self.k_norm, table)
+        values = self._heads(self.v_proj, hidden).transpose(1, 2).contiguous()
         return (
-            queries.permute(0, 3, 1, 2, 4, 5).contiguous(),
-            keys.permute(0, 3, 1, 2, 4).contiguous(),
-            values.permute(0, 3, 1, 2, 4).contiguous(),
+            queries.unflatten(2, blocks),
+            keys.squeeze(3).unflatten(2, blocks),
+            values.squeeze(3).unflatten(2, blocks),
         )
+
+    def _heads(self, projection: nn.Linear, hidden: Tensor) -> Tensor:
+        """[B, ..., H] -> [B, T, M, R, D]: R = N / M heads a key head of queries, 1 of keys and values."""
+        return projection(hidden).unflatten(-1, (self.num_kv_heads, -1, self.head_dim)).flatten(1, -4)

@@ -26,60 +26,67 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dflash2_train.model.norm import row_pieces
+from dflash2_train.model.pieces import piece_buffers, piece_rows, pieces, place, widened
 
 
 class _BlockConvolution(torch.autograd.Function):
-    """``out[i] = sum_k (base[k] + delta[i, k]) * hidden[i - k]`` with fp32 arithmetic and an explicit backward."""
+    """``out[i] = sum_k (base[k] + delta[i, k]) * hidden[i - k]`` in at least fp32, with an explicit backward.
+
+    In here n blocks have shape [n, W, G, g] and their kernels, in fp32, [n, W, Kc, G, g].
+    """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, delta: Tensor, base: Tensor
     ) -> Tensor:  # [..., W, H], [..., W, Kc, G], [Kc, H]
         ctx.save_for_backward(hidden, delta, base)
-        blocks, deltas = hidden.flatten(0, -3), delta.flatten(0, -4)  # [n, W, H], [n, W, Kc, G]
+        blocks, deltas, base, kernels = _operands(hidden, delta, base)
+        wide_buffer, buffer = piece_buffers(blocks, 2)
         out = torch.empty_like(blocks)
-        for piece in row_pieces(blocks):
-            grouped, kernel = _grouped(blocks[piece], deltas), _kernel(deltas[piece], base)
-            total = kernel[0] * grouped  # [n, W, G, g]
-            for offset in range(1, min(base.shape[0], hidden.shape[-2])):
-                total[:, offset:].addcmul_(kernel[offset][:, offset:], grouped[:, :-offset])
-            out[piece] = total.flatten(-2)
+        for part, delta_part, result in pieces(blocks, deltas, out):
+            wide = widened(part, wide_buffer)
+            kernel = torch.add(base, delta_part, out=kernels[: len(part)])
+            total = torch.mul(kernel[:, :, 0], wide, out=place(result, buffer))
+            for offset in range(1, min(len(base), hidden.shape[-2])):
+                total[:, offset:].addcmul_(kernel[:, offset:, offset], wide[:, :-offset])
+            result.copy_(total)
         return out.view(hidden.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         hidden, delta, base = ctx.saved_tensors
-        width = hidden.shape[-2]
-        blocks, deltas, grad_out = hidden.flatten(0, -3), delta.flatten(0, -4), grads[0].flatten(0, -3)
-        grad_blocks, grad_deltas = torch.empty_like(blocks), torch.zeros_like(deltas)
-        grad_base = torch.zeros(base.shape, dtype=torch.float32, device=base.device)
-        for piece in row_pieces(blocks):
-            grouped, grad = _grouped(blocks[piece], deltas), _grouped(grad_out[piece], deltas)
-            kernel = _kernel(deltas[piece], base)
-            total = kernel[0] * grad
-            for offset in range(min(base.shape[0], width)):
-                late, early = grad[:, offset:], grouped[:, : width - offset]
-                if offset:
-                    total[:, :-offset].addcmul_(kernel[offset][:, offset:], late)
-                product = late * early  # [n, W - offset, G, g]: the kernel's gradient, not yet reduced
-                grad_deltas[piece, offset:, offset] = product.sum(-1)
-                grad_base[offset] += product.flatten(-2).sum((0, 1))  # [H]
-            grad_blocks[piece] = total.flatten(-2)
-        return grad_blocks.view(hidden.shape), grad_deltas.view(delta.shape), grad_base.to(base.dtype)
+        offsets = range(min(len(base), hidden.shape[-2]))
+        blocks, deltas, wide_base, kernels = _operands(hidden, delta, base)
+        wide_buffer, grad_buffer, buffer = piece_buffers(blocks, 3)
+        out, grad_out = torch.empty_like(blocks), grads[0].reshape(blocks.shape)
+        grad_deltas, grad_base = deltas.new_empty(deltas.shape[:-1]), torch.zeros_like(wide_base)
+        for part, grad_part, delta_part, grad_delta, result in pieces(blocks, grad_out, deltas, grad_deltas, out):
+            wide, grad = widened(part, wide_buffer), widened(grad_part, grad_buffer)
+            kernel = torch.add(wide_base, delta_part, out=kernels[: len(part)])
+            total = torch.mul(kernel[:, :, 0], grad, out=place(result, buffer))
+            for offset in offsets[1:]:
+                total[:, :-offset].addcmul_(kernel[:, offset:, offset], grad[:, offset:])
+            result.copy_(total)
+            products = kernel.zero_()  # a used kernel makes room for its gradient, not yet reduced
+            for offset in offsets:
+                products[:, offset:, offset].addcmul_(grad[:, offset:], wide[:, : hidden.shape[-2] - offset])
+            torch.sum(products, -1, out=grad_delta)
+            grad_base += products.sum((0, 1))
+        return (
+            out.view(hidden.shape),
+            grad_deltas.view(delta.shape).to(delta.dtype),
+            grad_base.view(base.shape).to(base.dtype),
+        )
 
 
-def _grouped(blocks: Tensor, deltas: Tensor) -> Tensor:
-    """fp32 copy of [n, W, H] as [n, W, G, g]."""
-    return blocks.float().unflatten(-1, (deltas.shape[-1], -1))
-
-
-def _kernel(deltas: Tensor, base: Tensor) -> list[Tensor]:
-    """Per offset the whole kernel, fp32 [n, W, G, g]."""
-    grouped_base = base.float().unflatten(-1, (deltas.shape[-1], -1))  # [Kc, G, g]
-    grouped_delta = deltas.float().unsqueeze(-1)  # [n, W, Kc, G, 1]
-    return [grouped_base[offset] + grouped_delta[:, :, offset] for offset in range(base.shape[0])]
+def _operands(hidden: Tensor, delta: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Blocks [n, W, G, g]; in fp32 deltas [n, W, Kc, G, 1], base [Kc, G, g] and room for the kernels of a piece."""
+    work, groups = torch.promote_types(hidden.dtype, torch.float32), (delta.shape[-1], -1)
+    blocks = hidden.flatten(0, -3).unflatten(-1, groups)
+    base = base.to(work).unflatten(-1, groups)
+    kernels = base.new_empty(piece_rows(blocks), blocks.shape[1], *base.shape)
+    return blocks, delta.flatten(0, -4).to(work).unsqueeze(-1), base, kernels
 
 
 class BlockConv(nn.Module):
@@ -125,6 +132,5 @@ class BlockConv(nn.Module):
 
 
 def _convolve(hidden: Tensor, delta: Tensor, base: Tensor) -> Tensor:
-    out = _BlockConvolution.apply(hidden, delta, base)
-    assert isinstance(out, Tensor)
+    out: Tensor = _BlockConvolution.apply(hidden, delta, base)  # type: ignore[no-untyped-call]
     return out

@@ -27,11 +27,12 @@ from torch.nn import functional as F
 from dflash2_train.masks import ContextSpans
 from dflash2_train.model.attend import choose_attend
 from dflash2_train.model.attend_dense import Attend, DenseAttend, KeysValues
-from dflash2_train.model.attention import BlockAttention, Rotation, rotation
+from dflash2_train.model.attention import BlockAttention
 from dflash2_train.model.conv import BlockConv
 from dflash2_train.model.drafter_config import DrafterShape
 from dflash2_train.model.norm import RMSNorm
 from dflash2_train.model.published import published_tensors
+from dflash2_train.model.rotation import Rotation, rotation
 from dflash2_train.model.selector import CandidateSelector
 
 

@@ -1,13 +1,7 @@
-"""RMSNorm with fp32 arithmetic, and the rule by which elementwise work on a CPU is cut into pieces.
-
-Elementwise work is bound by memory. Done for all rows at once, each of its steps writes a fresh tensor of megabytes
-that the next one reads back; done for a few rows at a time, what lies between stays in the cache. On a CPU that halves
-the time of norms, convolutions and rotations, and their peak memory. A GPU has fused kernels and takes all rows.
-"""
+"""RMSNorm with fp32 arithmetic."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,15 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-PIECE_ELEMENTS = 1 << 17  # of one fp32 intermediate; several live at once in a second-level cache
-
-
-def row_pieces(source: Tensor) -> Iterator[slice]:
-    """Cuts of the first axis of ``source``; the whole of it unless it lies on a CPU."""
-    count = len(source)
-    step = max(1, PIECE_ELEMENTS // max(1, source[:1].numel())) if source.device.type == "cpu" else max(1, count)
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count))
+from dflash2_train.model.pieces import piece_buffers, pieces, place, widened
 
 
 class RMSNorm(nn.Module):
@@ -54,13 +40,13 @@ class _RowNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1])  # [n, size]
-        work = torch.promote_types(hidden.dtype, torch.float32)
-        out, wide_weight = torch.empty_like(rows), weight.to(work)
-        scale = rows.new_empty(len(rows), 1, dtype=work)  # 1 / root mean square
-        for piece in row_pieces(rows):
-            wide = rows[piece].to(work)
-            scale[piece] = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-            out[piece] = (wide * scale[piece]).mul_(wide_weight)
+        (buffer,) = piece_buffers(rows, 1)
+        out, wide_weight = torch.empty_like(rows), weight.to(buffer.dtype)
+        scale = buffer.new_empty(len(rows), 1)  # 1 / root mean square
+        for part, factor, result in pieces(rows, scale, out):
+            wide = widened(part, buffer)
+            inverse_rms(wide, eps, out=factor)
+            result.copy_(torch.mul(wide, factor, out=place(result, buffer)).mul_(wide_weight))
         ctx.save_for_backward(rows, weight, scale)
         return out.view(hidden.shape)
 
@@ -68,14 +54,45 @@ class _RowNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weight, scale = ctx.saved_tensors
-        grad_out = grads[0].reshape(rows.shape)
-        grad_rows, wide_weight = torch.empty_like(rows), weight.to(scale.dtype)
+        wide_buffer, grad_buffer, buffer = piece_buffers(rows, 3)
+        out, grad_out = torch.empty_like(rows), grads[0].reshape(rows.shape)
+        wide_weight = weight.to(scale.dtype)
         grad_weight = torch.zeros_like(wide_weight)
-        for piece in row_pieces(rows):
-            normed = rows[piece] * scale[piece]
-            grad = grad_out[piece].to(scale.dtype)
-            grad_weight += (grad * normed).sum(0)
-            grad = grad * wide_weight
-            along = (grad * normed).mean(-1, keepdim=True)
-            grad_rows[piece] = grad.sub_(normed.mul_(along)).mul_(scale[piece])
-        return grad_rows.view(grads[0].shape), grad_weight.to(weight.dtype), None
+        for part, grad_part, factor, result in pieces(rows, grad_out, scale, out):
+            wide, grad = widened(part, wide_buffer), widened(grad_part, grad_buffer)
+            room, into = buffer[: len(part)], place(result, grad_buffer)
+            result.copy_(norm_gradient(wide, grad, factor, wide_weight, grad_weight, room=room, out=into))
+        return out.view(grads[0].shape), grad_weight.to(weight.dtype), None
+
+
+def inverse_rms(wide: Tensor, eps: float, *, out: Tensor) -> Tensor:
+    """``1 / sqrt(mean(x^2) + eps)`` over the last axis of [..., size], written to [..., 1]."""
+    torch.linalg.vector_norm(wide, dim=-1, keepdim=True, out=out)
+    return out.square_().mul_(1 / wide.shape[-1]).add_(eps).rsqrt_()
+
+
+def norm_gradient(
+    wide: Tensor, grad: Tensor, scale: Tensor, weight: Tensor, grad_weight: Tensor, *, room: Tensor, out: Tensor
+) -> Tensor:
+    """Gradients of ``y = x s w`` with ``s = 1 / rms(x)``, for ``g`` that by ``y``; rows have ``size`` elements.
+
+    by w:  sum over rows of s (g x)
+    by x:  s (g w) - x s^3 / size * sum over the row of (g x) w
+
+    Args:
+        wide: x [..., size], in the dtype of the arithmetic like all others.
+        grad: g [..., size].
+        scale: s [..., 1].
+        weight: w [size].
+        grad_weight: [size]; the gradient by w is added to it.
+        room: [..., size], contiguous, for g x.
+        out: [..., size] for the gradient by x; may be ``grad``.
+
+    Returns:
+        ``out``.
+    """
+    size = wide.shape[-1]
+    product = torch.mul(grad, wide, out=room).view(-1, size)
+    grad_weight.addmv_(product.T, scale.view(-1))
+    along = torch.mv(product, weight).view_as(scale).mul_(scale.pow(3).mul_(-1 / size))
+    return torch.mul(grad, weight, out=out).mul_(scale).addcmul_(wide, along)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash2_train.model import norm
-from dflash2_train.model.conv import BlockConv
+from dflash2_train.model import pieces
+from dflash2_train.model.conv import BlockConv, _convolve
 
 BLOCKS, WIDTH, HIDDEN, GROUP = 3, 5, 12, 4
 GROUPS = HIDDEN // GROUP
@@ -57,7 +57,7 @@ def test_values_and_gradients_do_not_depend_on_the_pieces(monkeypatch: pytest.Mo
         return out, *torch.autograd.grad(out.square().sum(), inputs)
 
     whole = run()
-    monkeypatch.setattr(norm, "PIECE_ELEMENTS", 1)
+    monkeypatch.setattr(pieces, "PIECE_ELEMENTS", 1)
     torch.testing.assert_close(run(), whole)
 
 
@@ -96,28 +96,31 @@ def test_one_slot_is_a_block_of_its_own() -> None:
     torch.testing.assert_close(alone, whole[:, :1], atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kernel_size", [1, 2, 3])
-def test_gradients_equal_finite_differences(kernel_size: int) -> None:
-    conv = random_conv(kernel_size)
-    hidden, output = (torch.randn(2, 3, HIDDEN, requires_grad=True) for _ in range(2))
-    parameters = dict(conv.named_parameters())
+@pytest.mark.parametrize("piece", [1, 1 << 17])
+@pytest.mark.parametrize("kernel_size", [1, 2, 3, 5])
+def test_gradients_equal_finite_differences(kernel_size: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE_ELEMENTS", piece)
+    conv = random_conv(kernel_size, torch.float64)
+    hidden, output = (torch.randn(2, 3, HIDDEN, dtype=torch.float64, requires_grad=True) for _ in range(2))
 
-    def both_sides(hidden: Tensor, output: Tensor) -> Tensor:
+    def both_sides(hidden: Tensor, output: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
         prepared, delta = conv.prepare(hidden)
-        return (prepared * torch.linspace(-1, 1, HIDDEN)).sum() + conv.finish(output, delta).square().sum()
+        return prepared, conv.finish(output, delta)
 
-    grads = torch.autograd.grad(both_sides(hidden, output), [hidden, output, *parameters.values()])
-    with torch.no_grad():
-        for tensor, grad in zip([hidden, output, *parameters.values()], grads, strict=True):
-            flat = tensor.view(-1)
-            for index in range(0, flat.numel(), max(1, flat.numel() // 9)):
-                kept = flat[index].item()
-                values = []
-                for step in (1e-2, -1e-2):
-                    flat[index] = kept + step
-                    values.append(both_sides(hidden, output).item())
-                flat[index] = kept
-                assert (values[0] - values[1]) / 2e-2 == pytest.approx(grad.view(-1)[index].item(), abs=2e-2, rel=2e-2)
+    assert torch.autograd.gradcheck(both_sides, [hidden, output, *conv.parameters()], fast_mode=True)
+
+
+def test_bf16_gradients_are_rounded_once() -> None:
+    conv = random_conv(dtype=torch.bfloat16)
+    hidden = torch.randn(BLOCKS, WIDTH, HIDDEN).bfloat16().requires_grad_()
+    delta = torch.randn(BLOCKS, WIDTH, 2, GROUPS).bfloat16().requires_grad_()
+    inputs = [hidden, delta, conv.base_kernel]
+    grad = torch.randn(BLOCKS, WIDTH, HIDDEN).bfloat16()
+    found = torch.autograd.grad(conv.finish(hidden, delta), inputs, grad)
+    wide = [value.detach().double().requires_grad_() for value in inputs]
+    exact = torch.autograd.grad(_convolve(wide[0], wide[1], wide[2][1]), wide, grad.double())
+    for value, expected in zip(found, exact, strict=True):
+        torch.testing.assert_close(value.double(), expected, atol=1e-6, rtol=2**-8)
 
 
 def test_bf16_sums_in_fp32_and_rounds_once() -> None:
@@ -134,3 +137,18 @@ def test_bf16_sums_in_fp32_and_rounds_once() -> None:
 def test_a_group_size_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="group_size=5"):
         BlockConv(HIDDEN, 2, 5)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of the compiler itself
+def test_a_compiler_traces_it_in_one_piece_with_its_gradients() -> None:
+    conv = random_conv()
+    hidden = torch.randn(BLOCKS, WIDTH, HIDDEN, requires_grad=True)
+    inputs = [hidden, *conv.parameters()]
+
+    def both_sides(hidden: Tensor) -> Tensor:
+        prepared, delta = conv.prepare(hidden)
+        return conv.finish(prepared, delta).square().sum()
+
+    traced = torch.compile(both_sides, backend="aot_eager", fullgraph=True)(hidden)
+    expected, found = (torch.autograd.grad(value, inputs) for value in (both_sides(hidden), traced))
+    torch.testing.assert_close(found, expected)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from dflash2_train.config import ConfigError
-from dflash2_train.model.attention import rotation
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
 from dflash2_train.model.initialise import fc_from_taps, initialise, look_at_recent
+from dflash2_train.model.rotation import rotation
 from tests.drafters import tiny_shape
 
 HIDDEN, CONTEXT = 64, 40

@@ -1,4 +1,4 @@
-"""RMSNorm, and elementwise work by pieces."""
+"""RMSNorm."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dflash2_train.model import norm
-from dflash2_train.model.norm import RMSNorm, row_pieces
+from dflash2_train.model import pieces
+from dflash2_train.model.norm import RMSNorm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -25,7 +25,7 @@ def test_rms_norm_computes_in_fp32_and_rounds_once(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("piece", [1, 30, 1 << 17])
 def test_values_and_gradients_do_not_depend_on_the_pieces(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm, "PIECE_ELEMENTS", piece)
+    monkeypatch.setattr(pieces, "PIECE_ELEMENTS", piece)
     module = RMSNorm(10, 1e-3).double()
     with torch.no_grad():
         module.weight.normal_()
@@ -38,15 +38,19 @@ def test_values_and_gradients_do_not_depend_on_the_pieces(piece: int, monkeypatc
     torch.testing.assert_close(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad))
 
 
+def test_bf16_gradients_are_rounded_once() -> None:
+    module = RMSNorm(24, 1e-3).bfloat16()
+    with torch.no_grad():
+        module.weight.normal_()
+    inputs, grad = [torch.randn(5, 24).bfloat16().requires_grad_(), module.weight], torch.randn(5, 24).bfloat16()
+    wide = [value.detach().double().requires_grad_() for value in inputs]
+    exact = torch.autograd.grad(F.rms_norm(wide[0], (24,), wide[1], 1e-3), wide, grad.double())
+    for value, expected in zip(torch.autograd.grad(module(inputs[0]), inputs, grad), exact, strict=True):
+        torch.testing.assert_close(value.double(), expected, atol=1e-6, rtol=2**-8)
+
+
 def test_the_backward_pass_keeps_the_input_and_one_number_a_row() -> None:
     hidden, kept = torch.randn(6, 10, requires_grad=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
         RMSNorm(10, 1e-3)(hidden)
     assert sorted(kept) == [6, 10, 60]
-
-
-def test_pieces_cover_every_row_once() -> None:
-    for rows in (0, 1, 7, 1000):
-        covered = [index for piece in row_pieces(torch.zeros(rows, 600)) for index in range(rows)[piece]]
-        assert covered == list(range(rows))
-    assert len(list(row_pieces(torch.zeros(1000, 600)))) > 1

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dflash2_train.model.table_gradient import table_gradient
+
 PIECE_ELEMENTS = 1 << 19  # gathered at once; 2 MiB in fp32 stay in a core's cache
 
 
@@ -51,6 +53,33 @@ def gathered_sums(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     return sums
 
 
+def gathered_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """``table[ids]``, differentiable in ``table``.
+
+    Args:
+        table: [V, H].
+        ids: [N] int64.
+
+    Returns:
+        [N, H] in the dtype of ``table``.
+    """
+    rows: Tensor = _GatheredRows.apply(table, ids)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _GatheredRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(table, ids)
+        return table.index_select(0, ids)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        table, ids = ctx.saved_tensors
+        return table_gradient(table, ids.unsqueeze(1), slope), None
+
+
 class _GatheredDots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, table: Tensor, ids: Tensor) -> Tensor:
@@ -66,20 +95,7 @@ class _GatheredDots(torch.autograd.Function):
         states, table, ids = ctx.saved_tensors
         by_states, by_table = ctx.needs_input_grad[:2]
         states_gradient = gathered_sums(slope, table, ids).to(states.dtype) if by_states else None
-        return states_gradient, _table_gradient(slope, states, table, ids) if by_table else None, None
-
-
-def _table_gradient(slope: Tensor, states: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    """[V, H], in an order of additions that does not change from run to run."""
-    if table.device.type != "cpu":  # there index_add is atomic, so its order is anyone's
-        products = (slope.unsqueeze(-1) * states.unsqueeze(1)).to(table.dtype)  # [N, C, H]
-        gradient: Tensor = torch.ops.aten.embedding_dense_backward(products, ids, len(table), -1, False)
-        return gradient
-    gradient = torch.zeros_like(table)
-    for piece in _pieces(ids, table.shape[1]):
-        products = (slope[piece].unsqueeze(-1) * states[piece].unsqueeze(1)).to(table.dtype)  # [m, C, H]
-        gradient.index_add_(0, ids[piece].flatten(), products.flatten(0, 1))
-    return gradient
+        return states_gradient, table_gradient(table, ids, states, slope) if by_table else None, None
 
 
 def _gathered(table: Tensor, ids: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dflash2_train.model.gathered import gathered_dots
+from dflash2_train.model.gathered import gathered_dots, gathered_rows
 from dflash2_train.shapes import padded_rows
 
 
@@ -52,11 +52,11 @@ class CandidateSelector(nn.Module):
         Returns:
             [..., C] fp32.
         """
-        predecessor = F.embedding(predecessor_ids, self.predecessor_codebook).float()  # [..., R]
         rows = hidden.flatten(0, -2)  # [M, H]
-        projected = self.hidden_projection(padded_rows(rows))[: len(rows)].view_as(predecessor)
-        query = predecessor * projected.float()  # [..., R]
-        dots = gathered_dots(query.flatten(0, -2), self.successor_codebook, candidate_ids.flatten(0, -2))
+        projected = self.hidden_projection(padded_rows(rows))[: len(rows)]  # [M, R]
+        predecessor = gathered_rows(self.predecessor_codebook, predecessor_ids.flatten())  # [M, R]
+        query = predecessor.float() * projected.float()
+        dots = gathered_dots(query, self.successor_codebook, candidate_ids.flatten(0, -2))
         return unary + dots.view_as(unary)  # [M, C] -> [..., C]
 
     @torch.no_grad()

@@ -13,17 +13,21 @@ from dflash2_train.losses.sweep import Workspace, sweep_budget, tile_plan
 from dflash2_train.model.gathered import gathered_dots
 from dflash2_train.shapes import padded_rows
 
+MERGED_SHARE = 4  # groups found are merged once they are more than one for so many candidates
 
 class CandidateSearch:
     """The ``count`` largest logits of each row of [M, V], of which tiles of columns come one after the other.
 
     A tile is searched by groups as in :func:`top_candidates`. Once a row has ``count`` candidates, only groups whose
-    maximum is above the least of them are looked into: after some tiles, hardly any.
+    maximum is above the least of them are looked into: after some tiles, hardly any. What is found waits until it is
+    worth a merge, which raises that least.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._values = self._ids = torch.empty(0, 0)  # [M, up to count] each, descending
+        self._found: list[tuple[Tensor, Tensor, Tensor]] = []  # rows [P], logits and ids [P, members] of groups
+        self._waiting = 0  # groups found
 
     def add(self, logits: Tensor, first_id: int) -> Tensor:
         """Search a tile [M, n] of ids from ``first_id`` on; its largest logit of each row, [M]."""
@@ -31,8 +35,12 @@ class CandidateSearch:
         if self._values.shape[1] == self._count and groups.width >= 2 * self._count:
             maxima = groups.maxima()
             rows, columns = (maxima > self._values[:, -1:]).nonzero(as_tuple=True)
-            if len(rows) <= maxima.shape[0] * self._count:
-                self._look_into(groups, rows, columns, first_id)
+            if len(rows) <= self._values.numel():
+                values, ids = groups.members(rows, columns)
+                self._found.append((rows, values, ids + first_id))
+                self._waiting += len(rows)
+                if self._waiting > self._values.numel() // MERGED_SHARE:
+                    self._merge_found()
                 return maxima.amax(1)
         values, ids = top_candidates(logits, min(self._count, logits.shape[1]))
         self._merge(values, ids + first_id)
@@ -40,13 +48,16 @@ class CandidateSearch:
 
     def best(self) -> tuple[Tensor, Tensor]:
         """Values and ids [M, count] of all tiles so far, descending."""
+        if self._found:
+            self._merge_found()
         return self._values, self._ids
 
-    def _look_into(self, groups: _Groups, rows: Tensor, columns: Tensor, first_id: int) -> None:
-        """Take what is better than the candidates so far from the groups at ``rows``, ascending, and ``columns``."""
-        found, ids = groups.members(rows, columns)  # [P, members]
-        better = found > self._values[rows, -1:]
-        rows, values, ids = rows[better.nonzero()[:, 0]], found[better], ids[better] + first_id  # [Q]
+    def _merge_found(self) -> None:
+        rows, values, ids = (torch.cat(parts) for parts in zip(*self._found, strict=True))
+        self._found, self._waiting = [], 0
+        group, member = (values > self._values[rows, -1:]).nonzero(as_tuple=True)
+        rows, order = rows[group].sort(stable=True)  # [Q]
+        values, ids = values[group, member][order], ids[group, member][order]
         counts = rows.bincount(minlength=len(self._values))  # [M]
         place = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]  # among the row's own
         shape = (len(counts), int(counts.max()))
@@ -87,6 +98,8 @@ class _Groups:
     def members(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and columns [P, members] of the groups at ``rows`` and ``columns`` [P]; -inf where there is none."""
         ids = columns[:, None] + self._steps
+        if len(self._steps) == self.size:  # all groups are as long
+            return self._logits[rows[:, None], ids], ids
         last = self._logits.shape[1] - 1
         return self._logits[rows[:, None], ids.clamp(max=last)].masked_fill(ids > last, -torch.inf), ids
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dflash2_train.losses.products import raw_logits
 from dflash2_train.losses.shaping import Shaping
 from dflash2_train.losses.sweep import Workspace, sweep_budget, tile_plan
-from dflash2_train.model.gathered import gathered_dots
+from dflash2_train.model.gathered import gathered_dots, gathered_sums
 from dflash2_train.shapes import padded_rows
 
 MERGED_SHARE = 4  # groups found are merged once they are more than one for so many candidates
+
 
 class CandidateSearch:
     """The ``count`` largest logits of each row of [M, V], of which tiles of columns come one after the other.
@@ -191,6 +194,39 @@ def candidate_logits(
     check_head(hidden, head_weight)
     shaping = Shaping(multiplier=output_multiplier, cap=final_logit_softcapping)
     return shaping.differentiable(gathered_dots(hidden, head_weight.detach(), candidate_ids))
+
+
+def known_logits(
+    hidden: Tensor,
+    head_weight: Tensor,
+    candidate_ids: Tensor,
+    logits: Tensor,
+    *,
+    output_multiplier: float = 1.0,
+    final_logit_softcapping: float | None = None,
+) -> Tensor:
+    """:func:`candidate_logits` whose values [N, C] a sweep has found already: only the gradient gathers the head."""
+    check_head(hidden, head_weight)
+    shaping = Shaping(multiplier=output_multiplier, cap=final_logit_softcapping)
+    known: Tensor = _KnownLogits.apply(hidden, logits, head_weight.detach(), candidate_ids, shaping)  # type: ignore[no-untyped-call]
+    return known
+
+
+class _KnownLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, logits: Tensor, head_weight: Tensor, candidate_ids: Tensor, shaping: Shaping
+    ) -> Tensor:
+        ctx.save_for_backward(logits, head_weight, candidate_ids)
+        ctx.shaping, ctx.dtype = shaping, hidden.dtype
+        return logits.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, head_weight, candidate_ids = ctx.saved_tensors
+        by_raw = slope * ctx.shaping.slope(logits)
+        return gathered_sums(by_raw, head_weight, candidate_ids).to(ctx.dtype), None, None, None, None
 
 
 def inject_gold(candidate_ids: Tensor, target_ids: Tensor) -> Tensor:

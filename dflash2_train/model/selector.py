@@ -88,20 +88,20 @@ class CandidateSelector(nn.Module):
         if temperature < 0:
             raise ValueError(f"temperature={temperature}: must be at least 0.")
         gates = self._gate(hidden).unbind(1)  # K of [B, R]
-        previous, path, choices, scores = anchor_ids, [], [], []
+        previous, path, choices, weights = anchor_ids, [], [], []
         for gate, logits, ids in zip(gates, unary.unbind(1), candidate_ids.unbind(1), strict=True):
-            query = F.embedding(previous, self.predecessor_codebook).float().mul_(gate)  # [B, R]
-            scores.append(dots_without_gradient(query, self.successor_codebook, ids).add_(logits))  # [B, C]
+            query = F.embedding(previous, self.predecessor_codebook).float() * gate  # [B, R]
+            score = logits + dots_without_gradient(query, self.successor_codebook, ids)  # [B, C]
             if temperature > 0:
-                scores[-1] = torch.softmax(scores[-1].div_(temperature), -1)
-                choices.append(torch.multinomial(scores[-1], 1, generator=generator))  # [B, 1]
+                weights.append(torch.softmax(score / temperature, -1))
+                choice = torch.multinomial(weights[-1], 1, generator=generator)  # [B, 1]
             else:
-                choices.append(scores[-1].argmax(-1, keepdim=True))
-            previous = ids.gather(1, choices[-1]).squeeze(1)
+                choice = score.argmax(-1, keepdim=True)
+            previous = ids.gather(1, choice).squeeze(1)
             path.append(previous)
-        if temperature > 0:
-            return torch.stack(path, 1), torch.stack(scores, 1)
-        return torch.stack(path, 1), F.one_hot(torch.cat(choices, 1), candidate_ids.shape[-1]).float()
+            choices.append(choice)
+        greedy = F.one_hot(torch.cat(choices, 1), candidate_ids.shape[-1]).float()  # [B, K, C]
+        return torch.stack(path, 1), torch.stack(weights, 1) if weights else greedy
 
     def _gate(self, hidden: Tensor) -> Tensor:
         """The projected states [..., H] -> [..., R] fp32."""

@@ -20,6 +20,7 @@ TOKENS_MULTIPLE, ANCHORS_MULTIPLE = 64, 16  # of a packed row, see dflash2_train
 TILE_ROWS, TILE_BYTES = 256, 4 << 20  # of a tile of logits on a CPU: enough rows for the products, kept in the cache
 LOGIT_GROUP = 64  # logits that share one maximum in the search for the largest
 CPU_CHUNK_BYTES = 2 << 20  # scores of an attention chunk: a core's second-level cache
+KEPT_WEIGHT_BYTES = 24 << 20  # of attention weights that a layer keeps for the backward pass, else they are made again
 DEVICE_CHUNK_BYTES = 256 << 20  # the same on a GPU: enough rows to fill it
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from dflash2_train.budgets import CPU_CHUNK_BYTES, DEVICE_CHUNK_BYTES
+from dflash2_train.budgets import CPU_CHUNK_BYTES, DEVICE_CHUNK_BYTES, KEPT_WEIGHT_BYTES
 from dflash2_train.planning.parameters import parameter_sizes
 from dflash2_train.planning.setting import Setting
 from dflash2_train.planning.timeline import LAYERS, STEP, Item
@@ -45,7 +45,8 @@ def attention_bytes(setting: Setting) -> int:
     """What one layer's attention keeps beside queries, keys and values.
 
     dense: the softmax over context and own block, [B, Q, A W, S + W]. flex: keys and values of context and blocks side
-    by side, the mixed values before they change their layout, and a log-normaliser for every query. chunked: nothing.
+    by side, the mixed values before they change their layout, and a log-normaliser for every query. chunked: at most
+    the weights over the whole document and twice the own block, and nothing where they are made again.
     """
     shape, batch, e = setting.shape, setting.batch, setting.itemsize
     if setting.path == "dense":
@@ -54,7 +55,8 @@ def attention_bytes(setting: Setting) -> int:
         keys = batch.rows * (_tiles(batch.tokens) + _tiles(batch.anchors * batch.block_size)) * TILE
         joined = 2 * keys * shape.num_kv_heads * shape.head_dim
         return e * (joined + batch.slots * shape.num_heads * shape.head_dim) + FULL * batch.slots * shape.num_heads
-    return 0
+    columns = batch.document_tokens + 2 * batch.block_size
+    return min(KEPT_WEIGHT_BYTES, int(e * batch.slots * shape.num_heads * columns))
 
 
 def mask_bytes(setting: Setting) -> int:

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from dflash2_train.config import ConfigError
 from dflash2_train.masks import ContextSpans, context_masks
-from dflash2_train.model import attend_flex
+from dflash2_train.model import attend_chunked, attend_flex
 from dflash2_train.model.attend import choose_attend
-from dflash2_train.model.attend_chunked import MAX_WASTE, ChunkedAttend
+from dflash2_train.model.attend_chunked import COLUMNS_MULTIPLE, MAX_WASTE, ChunkedAttend
 from dflash2_train.model.attend_dense import Attend, DenseAttend, KeysValues, attend_dense, score_bias
 from dflash2_train.model.attend_flex import TILE, FlexAttend
 from tests.drafters import tiny_shape
@@ -233,7 +233,11 @@ def test_a_row_of_many_documents_costs_little_more_than_its_documents_alone() ->
     assert plan.score_elements < 0.1 * 48 * sum(lengths) * KEY_HEADS * PER_KEY * 4
 
 
-def test_nothing_of_the_size_of_the_scores_is_kept_for_the_backward_pass() -> None:
+@pytest.mark.parametrize("budget", [1 << 20, 1 << 24])
+def test_weights_are_kept_for_the_backward_pass_within_their_budget_and_else_nothing_of_their_size(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attend_chunked, "KEPT_WEIGHT_BYTES", budget)
     scene = tensors(long_row(64, 512), 4)
     inputs = [part.clone().requires_grad_() for part in (scene.queries, *scene.context, *scene.block)]
     kept: list[int] = []
@@ -242,9 +246,42 @@ def test_nothing_of_the_size_of_the_scores_is_kept_for_the_backward_pass() -> No
         kept.append(tensor.numel())
         return tensor
 
+    attend = chunked(scene, SOME_BLOCKS)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        chunked(scene, SOME_BLOCKS)(inputs[0], (inputs[1], inputs[2]), (inputs[3], inputs[4]))
-    assert kept == [part.numel() for part in inputs]
+        attend(inputs[0], (inputs[1], inputs[2]), (inputs[3], inputs[4]))
+    weights = [attend.score_elements, 64 * KEY_HEADS * 4 * PER_KEY * 4]  # of the context, and of the own blocks
+    assert 1 << 20 < 4 * sum(weights) < 1 << 24
+    assert kept == [part.numel() for part in inputs] + (weights if budget > 1 << 20 else [])
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_weights_and_those_made_again_give_the_same_bits(
+    window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = packed(window).to(dtype)
+    kept = gradients(chunked(scene, SOME_BLOCKS), scene)
+    monkeypatch.setattr(attend_chunked, "KEPT_WEIGHT_BYTES", 0)
+    made_again = gradients(chunked(scene, SOME_BLOCKS), scene)
+    assert all(torch.equal(left, right) for left, right in zip(kept, made_again, strict=True))
+
+
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("tokens", [500, 512])
+def test_columns_are_rounded_up_by_keys_that_stay_hidden(window: int | None, tokens: int) -> None:
+    stop = torch.tensor([[7, 131, 245, 246, 247, 400, tokens - 1]])
+    first = torch.zeros(1, 7, 1, dtype=torch.int64)
+    if window is not None:
+        first = (stop.unsqueeze(-1) + torch.arange(4) - window).clamp_min(0).minimum(stop.unsqueeze(-1))
+    scene = tensors(ContextSpans(first=first, stop=stop, num_keys=tokens), 4).to(torch.float64)
+    plan = chunked(scene, ONE_BLOCK)
+    columns = [chunk.num_keys + 4 for chunk in plan.chunks]
+    assert any(chunk.num_keys > int(stop.flatten()[index]) for index, chunk in enumerate(plan.chunks))
+    limits = [chunk.keys.stop == tokens for chunk in plan.chunks]
+    assert all(count % COLUMNS_MULTIPLE == 0 or count < 128 or at for count, at in zip(columns, limits, strict=True))
+    expected = gradients(DenseAttend(scene.spans.dense()), scene)
+    for found, wanted in zip(gradients(plan, scene), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("blocks", "width"), [(3, 5), (40, 4), (70, 12)])

@@ -62,7 +62,7 @@ class CandidateSearch:
         rows, order = rows[group].sort(stable=True)  # [Q]
         values, ids = values[group, member][order], ids[group, member][order]
         counts = rows.bincount(minlength=len(self._values))  # [M]
-        place = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]  # among the row's own
+        place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]  # among the row's own
         shape = (len(counts), int(counts.max()))
         table, table_ids = values.new_full(shape, -torch.inf), ids.new_zeros(shape)
         table[rows, place], table_ids[rows, place] = values, ids

@@ -110,16 +110,19 @@ def _gathered(table: Tensor, ids: Tensor, dtype: torch.dtype) -> Iterator[tuple[
     come twice.
     """
     table = table.detach()
-    buffer = None
     pieces = _pieces(ids, table.shape[1])
     if len(pieces) > 1:
         pieces[-1] = slice(len(ids) - pieces[0].stop, len(ids))
+    size = (ids[pieces[0]].numel(), table.shape[1]) if pieces else (0, 0)  # of the longest
+    buffer = torch.empty(size, dtype=table.dtype, device=table.device)
+    cast = buffer if dtype == table.dtype else torch.empty_like(buffer, dtype=dtype)
     for piece in pieces:
         chosen = ids[piece]  # [m, C]
-        if buffer is None:
-            buffer = torch.empty((chosen.numel(), table.shape[1]), dtype=table.dtype, device=table.device)
-        rows = torch.index_select(table, 0, chosen.flatten(), out=buffer[: chosen.numel()])  # [m * C, H]
-        yield piece, rows.view(*chosen.shape, -1).to(dtype)
+        count = chosen.numel()
+        rows = torch.index_select(table, 0, chosen.flatten(), out=buffer[:count])  # [m * C, H]
+        if cast is not buffer:
+            rows = cast[:count].copy_(rows)
+        yield piece, rows.view(*chosen.shape, -1)
 
 
 def _pieces(ids: Tensor, features: int) -> list[slice]:

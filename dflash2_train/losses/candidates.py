@@ -208,7 +208,8 @@ def known_logits(
     """:func:`candidate_logits` whose values [N, C] a sweep has found already: only the gradient gathers the head."""
     check_head(hidden, head_weight)
     shaping = Shaping(multiplier=output_multiplier, cap=final_logit_softcapping)
-    known: Tensor = _KnownLogits.apply(hidden, logits, head_weight.detach(), candidate_ids, shaping)  # type: ignore[no-untyped-call]
+    arguments = (hidden, logits, head_weight.detach(), candidate_ids, shaping)
+    known: Tensor = _KnownLogits.apply(*arguments)  # type: ignore[no-untyped-call]
     return known
 
 

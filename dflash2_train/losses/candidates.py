@@ -40,6 +40,8 @@ class CandidateSearch:
             rows, columns = (maxima > self._values[:, -1:]).nonzero(as_tuple=True)
             if len(rows) <= self._values.numel():
                 values, ids = groups.members(rows, columns)
+                if self._found and self._found[-1][1].shape[1] != values.shape[1]:  # of a tile of another size
+                    self._merge_found()
                 self._found.append((rows, values, ids + first_id))
                 self._waiting += len(rows)
                 if self._waiting > self._values.numel() // MERGED_SHARE:

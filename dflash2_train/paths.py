@@ -39,8 +39,8 @@ def walk_paths(
     """
     if len(supervised) == 0:
         return torch.zeros(supervised.shape, dtype=torch.int64, device=hidden.device)
-    laid_out = (_lay_out(flat, supervised) for flat in (hidden, candidate_logits, candidate_ids))
-    path, _ = selector.walk(*laid_out, anchor_ids)
+    hidden, logits, ids = (_lay_out(flat, supervised) for flat in (hidden, candidate_logits, candidate_ids))
+    path, _ = selector.walk(hidden, logits, ids, anchor_ids)
     return path
 
 

@@ -71,11 +71,14 @@ def run_rank(config: RunConfig, output: Path, found: Checkpoint | None) -> int:
     """What every rank does: join the others, resume from ``found``, train, save; the first rank exports."""
     import torch
 
+    from dflash2_train.heap import keep_freed_memory
     from dflash2_train.ranks import start_ranks, stop_ranks
     from dflash2_train.ring_rows import WaitStopped
 
     stop = StopRequest()
     stop.heed(config.train.guard, os.environ)
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)
     torch.manual_seed(config.train.seed)

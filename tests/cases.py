@@ -105,6 +105,11 @@ def make_drafter(config: RunConfig) -> Drafter:
     return drafter
 
 
+def card_of(folder: Path) -> str:
+    """The model card of an export."""
+    return (folder / "README.md").read_text()
+
+
 def edit_json(path: Path, **changes: Any) -> None:
     """Set keys of a JSON file; ``a__b`` is a nested key, and a value of ``...`` removes the key."""
     value = json.loads(path.read_text())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dflash2_train.config import RunConfig
-from tests.cases import tiny_run_config
+from tests.cases import RECORD, make_drafter, make_target_info, tiny_run_config
 
 # Before any library reads them: no downloads, no tracker, one thread a process (tests run beside each other).
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -35,3 +35,13 @@ def fixed_seed() -> None:
 def tiny_config(tmp_path: Path) -> RunConfig:
     """A whole configuration with the smallest sizes that exercise every rule; checked."""
     return tiny_run_config(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def tiny_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny drafter's export, made once for all modules; tests edit copies."""
+    from dflash2_train.export.hf import export_hf
+
+    root = tmp_path_factory.mktemp("export")
+    config = tiny_run_config(root)
+    return export_hf(make_drafter(config), config, make_target_info(config), root / "out", run_record=RECORD)

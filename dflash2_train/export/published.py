@@ -34,7 +34,6 @@ Header = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor -> (safetensors dty
 class PublishedDrafter:
     """A folder whose tensors are those of its configuration."""
 
-    config: dict[str, Any]  # as found
     shape: DrafterShape
     generation: int  # 1 or 2
     files: WeightFiles
@@ -63,12 +62,26 @@ def open_published(folder: Path, second: Mapping[str, int]) -> PublishedDrafter:
     config = read_json(folder / CONFIG)
     generation = generation_of(config, names)
     shape = DrafterShape.from_published(config if generation == 2 else completed(config, second))
+    return drafter_in(files, names, shape, generation)
+
+
+def drafter_in(files: WeightFiles, names: Mapping[str, str], shape: DrafterShape, generation: int) -> PublishedDrafter:
+    """The drafter of a folder whose configuration has been read.
+
+    Args:
+        files: of the folder, which may also have a ``mask_embedding.pt``.
+        names: published name -> name in the files.
+        shape: that the tensors must have.
+        generation: 1 or 2.
+
+    Raises:
+        ValueError: as :func:`refuse_tensors`, or no mask vector of this drafter.
+    """
     refuse_tensors({name: files.header[stored] for name, stored in names.items()}, shape, generation)
-    mask = None
-    if (folder / MASK).exists():
-        mask = read_mask_embedding(folder / MASK, hidden_size=shape.hidden_size, mask_token_id=shape.mask_token_id)
+    mask, path = None, files.folder / MASK
+    if path.exists():
+        mask = read_mask_embedding(path, hidden_size=shape.hidden_size, mask_token_id=shape.mask_token_id)
     return PublishedDrafter(
-        config=config,
         shape=shape,
         generation=generation,
         files=files,

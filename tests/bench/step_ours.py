@@ -10,7 +10,6 @@ last line of the output is the result as JSON.
 from __future__ import annotations
 
 import argparse
-import json
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +18,17 @@ from data_gen.cache.format import CapturedSample
 from dflash2_train.blocks import BlockBatch, build_blocks
 from dflash2_train.config import LossConfig
 from dflash2_train.data import PackedBatch, collate
+from dflash2_train.heap import keep_freed_memory
 from dflash2_train.masks import context_masks
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
 from dflash2_train.objective import Objective
 from dflash2_train.target import FrozenHead
-from tests.bench.step_clock import measure, peak_growth, start_peak
+from tests.bench.step_clock import peak_growth, start_peak
+from tests.bench.step_process import DTYPES, answer, parse, timed
 from tests.bench.workloads import Workload
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TEACHER_MASS = 0.95  # of the stored top-k
-LEARNING_RATE = 1e-4
 
 
 def shape_of(work: Workload) -> DrafterShape:
@@ -158,36 +157,13 @@ def run(work: Workload, options: argparse.Namespace) -> dict[str, float]:
     start_bytes = start_peak(device.type)
     objective = make_objective(work, device, dtype)
     loss_bytes = 0 if options.unfused else loss_memory(work, objective, device, dtype)
+    if device.type == "cpu":
+        keep_freed_memory()  # as the trainer does; only now, or the loss would hide in what was freed before it
     batch, blocks = make_batch(work, work.anchors, device, dtype)
-    optimizer = torch.optim.AdamW(nn.Module.parameters(objective), lr=LEARNING_RATE, fused=True)
-
-    def forward_backward() -> Tensor:
-        loss = (unfused_loss if options.unfused else loss_of)(objective, batch, blocks)
-        torch.autograd.backward(loss)
-        return loss
-
-    def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    found = measure(forward_backward, update, steps=options.steps, warmup=options.warmup, device=device.type)
+    loss = unfused_loss if options.unfused else loss_of
+    found = timed(lambda: loss(objective, batch, blocks), nn.Module.parameters(objective), options)
     return {**found, "start_bytes": float(start_bytes), "loss_bytes": float(loss_bytes)}
 
 
-def main() -> None:
-    """Read the workload, measure, write one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("workload")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--unfused", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    print(json.dumps(run(Workload.from_json(options.workload), options)))  # noqa: T201 - the result
-
-
 if __name__ == "__main__":
-    main()
+    answer(run(*parse(__doc__ or "", "--unfused")))

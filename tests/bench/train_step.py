@@ -1,58 +1,58 @@
-"""Time and memory of a whole training step: forward, loss, backward, AdamW. Ours, and a public trainer beside it.
+"""Time and memory of a whole training step: forward, loss, backward, AdamW. Ours, and public trainers beside it.
 
-``python -m tests.bench.train_step [--peer] [--workloads A,B] [--dtypes float32,bfloat16] [--steps 5] [--threads 2]``
+``python -m tests.bench.train_step [--peer] [--workloads A,B] [--dtypes float32,bfloat16] [--rounds 3] [--steps 5]``
 ``python -m tests.bench.train_step --h200 [--peer] [--peak-tflops 989]``
 
-``--peer`` runs speculators' DFlash 2 with full KL right after ours, on the same shapes, dtype, threads and optimizer
-(fused AdamW on the parameters as they are). Its environment is built from PyPI on first use, in ``--peer-env``: with
-this environment's versions of torch and transformers, and without torchvision and torchaudio, which it never imports
-here and whose CUDA builds break a CPU torch. Every figure comes from a process of its own and is a median of steps.
+``--peer`` runs speculators' DFlash 2 with full KL and SpecForge's DFlash 1 with cross-entropy alone beside ours, on the
+same shapes, dtype, threads and optimizer (fused AdamW on the parameters as they are). Their environments are built from
+PyPI on first use, in ``--peer-envs``: with this environment's versions of torch and transformers, and without what they
+never import here.
 
-Columns: ``CPU s`` is the processor time of all threads, to compare on a machine that others use; ``peak`` the largest
-resident size during the steps (GPU: allocated), ``start`` that after the imports; ``loss`` the growth while the loss
-alone runs, as a multiple of [supervised slots, V] in fp32. ``bound`` is the time that the step's matrix products take
-at the rate of one large product of the same dtype; on a GPU utilisation is against ``--peak-tflops``.
+The sides take turns: ``--rounds`` times a process of each, so that all meet the machine's slow and fast minutes alike.
+A figure is the median over rounds of the medians over steps; a peak is the largest.
+
+Columns: ``rounds`` are the fastest and the slowest round's step; ``x ours`` how many times ours the figure before it
+is; ``CPU s`` the processor time of all threads, to compare on a machine that others use; ``peak`` the largest resident
+size during the steps (GPU: allocated), ``start`` that after the imports; ``loss x`` the growth while the loss alone
+runs, as a multiple of [supervised slots, V] in fp32. ``bound`` is the time that the step's matrix products take at the
+rate of one large product of the same dtype; on a GPU utilisation is against ``--peak-tflops``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess  # noqa: S404 - measuring processes and pip, fixed arguments
+import statistics
+import subprocess  # noqa: S404 - measuring processes, fixed arguments
 import sys
 import time
-import venv
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from tests.bench.peers import ENVIRONMENTS, PEERS
 from tests.bench.workloads import WORKLOADS, Workload
 
-HERE = Path(__file__).parent
-PEER = "speculators==0.9.0"
-PEER_ENVIRONMENT = Path.home() / ".cache" / "dflash2-train" / "bench" / PEER.replace("==", "-")
-# What importing the peer needs beside torch and transformers; itself and its connectors come without dependencies.
-PEER_NEEDS = (
-    "triton",
-    "datasets>=4.0,<=5.1.0",
-    "loguru>=0.7.2,<=0.7.3",
-    "pydantic>=2",
-    "pydantic-settings>=2",
-    "openai>=2",
-    "aiohttp",
-    "click",
-    "httpx",
-    "protobuf",
-    "psutil",
-    "rich",
-    "typer>=0.12",
-)
-PEER_ALONE = (PEER, "hs-connectors==0.9.0")
+ROOT = Path(__file__).parents[2]
 RATE_SIDE = 2048  # of the square product whose rate gives the bound
-COLUMNS = ("who", "work", "dtype", "step s", "x ours", "fwd+bwd s", "CPU s", "peak GB", "start GB", "loss x", "loss")
+COLUMNS = (
+    "who",
+    "work",
+    "dtype",
+    "step s",
+    "rounds",
+    "x ours",
+    "fwd+bwd s",
+    "CPU s",
+    "peak GB",
+    "x ours",
+    "start GB",
+    "loss x",
+    "loss",
+)
+Figures = dict[str, float]  # what a measuring process answers
 
 
 @dataclass(frozen=True)
@@ -61,40 +61,21 @@ class Side:
 
     name: str
     command: tuple[str, ...]
-    folder: Path
 
 
-def ours(*extra: str) -> Side:
-    """This project."""
-    name = "ours, unfused loss" if "--unfused" in extra else "ours"
-    return Side(name, (sys.executable, "-m", "tests.bench.step_ours", *extra), HERE.parents[1])
+def sides_of(options: argparse.Namespace) -> list[Side]:
+    """This project first, then what it is measured beside."""
+    mine = (sys.executable, "-m", "tests.bench.step_ours")
+    sides = [Side("ours", mine)]
+    if options.h200:
+        sides.append(Side("ours, unfused loss", (*mine, "--unfused")))
+    for peer in PEERS if options.peer else ():
+        python = peer.interpreter(options.peer_envs)
+        sides.append(Side(peer.name, (str(python), "-m", f"tests.bench.{peer.module}")))
+    return sides
 
 
-def peer(environment: Path) -> Side:
-    """speculators, in an environment that is made when it is not there."""
-    environment = environment.resolve()
-    python = environment / "bin" / "python"
-    marker = environment / "complete"
-    wanted = "\n".join((*peer_requirements(), *PEER_ALONE))
-    if not marker.is_file() or marker.read_text() != wanted:
-        if environment.exists() and not (environment / "pyvenv.cfg").is_file():
-            raise SystemExit(f"--peer-env={environment}: exists and is no environment; name a folder to be made.")
-        Console().print(f"building {PEER} in {environment}; some minutes, once")
-        venv.create(environment, clear=True, with_pip=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, *peer_requirements()], check=True)
-        subprocess.run([*pip, "--no-deps", *PEER_ALONE], check=True)
-        marker.write_text(wanted)  # last: an interrupted build starts again
-    return Side(PEER, (str(python), str(HERE / "step_peer.py")), HERE)
-
-
-def peer_requirements() -> tuple[str, ...]:
-    """For pip's resolver: our torch and transformers, so that only the trainers differ."""
-    same = (f"torch=={version('torch').split('+')[0]}", f"transformers=={version('transformers')}")
-    return (*same, *PEER_NEEDS)
-
-
-def measured(side: Side, work: Workload, dtype: str, options: argparse.Namespace) -> dict[str, float]:
+def measured(side: Side, work: Workload, dtype: str, options: argparse.Namespace) -> Figures:
     """Run one side once.
 
     Raises:
@@ -104,12 +85,51 @@ def measured(side: Side, work: Workload, dtype: str, options: argparse.Namespace
     settings["threads"] = options.threads
     flags = [f"--{name}={value}" for name, value in settings.items()]
     done = subprocess.run(  # noqa: S603 - our own scripts
-        [*side.command, work.to_json(), *flags], cwd=side.folder, capture_output=True, text=True, check=False
+        [*side.command, work.to_json(), *flags], cwd=ROOT, capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
         raise SystemExit(f"{side.name}, workload {work.name}, {dtype}: failed.\n{done.stderr[-4000:]}")
-    result: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
+    found: Figures = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def in_turns(sides: list[Side], work: Workload, dtype: str, options: argparse.Namespace) -> list[list[Figures]]:
+    """What every side found, round by round."""
+    console, found = Console(stderr=True), [[] for _ in sides]
+    for number in range(1, options.rounds + 1):
+        for side, rounds in zip(sides, found, strict=True):
+            rounds.append(measured(side, work, dtype, options))
+            where = f"{work.name} {dtype}, round {number} of {options.rounds}, {side.name}"
+            console.print(f"{where}: {rounds[-1]['step_s']:.3f} s a step", highlight=False)
+    return found
+
+
+def over_rounds(rounds: list[Figures]) -> Figures:
+    """A side's figures: medians, but the largest peak; ``fastest_s`` and ``slowest_s`` are the rounds' steps."""
+    medians = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    steps = [one["step_s"] for one in rounds]
+    peak = max(one["peak_bytes"] for one in rounds)
+    return {**medians, "peak_bytes": peak, "fastest_s": min(steps), "slowest_s": max(steps)}
+
+
+def cells(name: str, work: Workload, dtype: str, found: Figures, ours: Figures) -> tuple[str, ...]:
+    """One side's row of the table."""
+    loss_bytes = found["loss_bytes"]
+    return (
+        name,
+        work.name,
+        dtype,
+        f"{found['step_s']:.3f}",
+        f"{found['fastest_s']:.2f}-{found['slowest_s']:.2f}",
+        f"{found['step_s'] / ours['step_s']:.2f}",
+        f"{found['forward_backward_s']:.3f}",
+        f"{found['cpu_s']:.2f}",
+        f"{found['peak_bytes'] / 1e9:.2f}",
+        f"{found['peak_bytes'] / ours['peak_bytes']:.2f}",
+        f"{found['start_bytes'] / 1e9:.2f}",
+        f"{loss_bytes / work.full_logits_bytes:.3f}" if loss_bytes else "",
+        f"{found['loss']:.3f}",
+    )
 
 
 def product_rate(dtype: str, threads: int) -> float:
@@ -126,39 +146,21 @@ def product_rate(dtype: str, threads: int) -> float:
     return 2 * RATE_SIDE**3 / min(times[1:])
 
 
-def add_row(table: Table, name: str, work: Workload, dtype: str, found: dict[str, float], base: float) -> None:
-    """One measured side."""
-    loss_bytes = found["loss_bytes"]
-    table.add_row(
-        name,
-        work.name,
-        dtype,
-        f"{found['step_s']:.3f}",
-        f"{found['step_s'] / base:.2f}",
-        f"{found['forward_backward_s']:.3f}",
-        f"{found['cpu_s']:.2f}",
-        f"{found['peak_bytes'] / 1e9:.2f}",
-        f"{found['start_bytes'] / 1e9:.2f}",
-        f"{loss_bytes / work.full_logits_bytes:.3f}" if loss_bytes else "",
-        f"{found['loss']:.3f}",
-    )
-
-
 def compare(sides: list[Side], work: Workload, dtype: str, options: argparse.Namespace, table: Table) -> None:
-    """All sides of one workload, one right after the other, and the bound."""
+    """All sides of one workload, and the bound."""
     flops = work.forward_backward_flops()
     rate = options.peak_tflops * 1e12 if options.device == "cuda" else product_rate(dtype, options.threads)
-    base = 0.0
-    for side in sides:
-        found = measured(side, work, dtype, options)
-        base = base or found["step_s"]
-        add_row(table, side.name, work, dtype, found, base)
+    figures = [over_rounds(rounds) for rounds in in_turns(sides, work, dtype, options)]
+    ours = figures[0]
+    for side, found in zip(sides, figures, strict=True):
+        table.add_row(*cells(side.name, work, dtype, found, ours))
         if options.device == "cuda":
             tokens = work.tokens / found["step_s"]
             share = flops / rate / found["forward_backward_s"]
-            table.add_row("", "", "", f"{tokens:,.0f} tokens/s, {share:.0%} of peak in fwd+bwd")
+            table.add_row(f"{tokens:,.0f} tokens/s, {share:.0%} of peak in fwd+bwd")
     bound = f"bound: {flops / 1e9:,.0f} GFLOP at {rate / 1e9:,.0f} GFLOP/s"
-    table.add_row(bound, work.name, dtype, f"{flops / rate:.3f}", f"{flops / rate / base:.2f}", end_section=True)
+    ratio = f"{flops / rate / ours['step_s']:.2f}"
+    table.add_row(bound, work.name, dtype, f"{flops / rate:.3f}", "", ratio, end_section=True)
 
 
 def parse() -> argparse.Namespace:
@@ -166,11 +168,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default="A,B", help=f"among {','.join(WORKLOADS)}")
     parser.add_argument("--dtypes", default="float32,bfloat16")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3, help="processes of each side, taking turns")
+    parser.add_argument("--steps", type=int, default=5, help="timed in each process")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--peer", action="store_true", help=f"also {PEER}")
-    parser.add_argument("--peer-env", type=Path, default=PEER_ENVIRONMENT, help="folder of the peer's environment")
+    parser.add_argument("--peer", action="store_true", help=f"also {'; '.join(peer.name for peer in PEERS)}")
+    parser.add_argument("--peer-envs", type=Path, default=ENVIRONMENTS, help="folder of the peers' environments")
     parser.add_argument("--h200", action="store_true", help="the GPU workload, bf16, beside the unfused loss")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="dense bf16 peak of the card")
     options = parser.parse_args()
@@ -180,6 +183,9 @@ def parse() -> argparse.Namespace:
     unknown = set(options.workloads.split(",")) - set(WORKLOADS)
     if unknown:
         parser.error(f"--workloads={options.workloads}: {sorted(unknown)} not among {list(WORKLOADS)}")
+    for name in ("rounds", "steps", "warmup", "threads"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}={getattr(options, name)}: at least 1")
     return options
 
 
@@ -191,16 +197,13 @@ def main() -> None:
 
         if not torch.cuda.is_available():
             raise SystemExit("--h200 needs an NVIDIA GPU and found none. The CPU workloads run without it.")
-    sides = [ours()]
-    if options.h200:
-        sides.append(ours("--unfused"))
-    if options.peer:
-        sides.append(peer(options.peer_env))
-    table = Table(*COLUMNS, title=f"one training step, {options.threads} threads, medians of {options.steps}")
+    sides = sides_of(options)
+    title = f"one training step, {options.threads} threads, {options.rounds} rounds of {options.steps} steps"
+    table = Table(*COLUMNS, title=title)
     for name in options.workloads.split(","):
         for dtype in options.dtypes.split(","):
             compare(sides, WORKLOADS[name], dtype, options, table)
-    Console(width=150).print(table)
+    Console(width=180).print(table)
 
 
 if __name__ == "__main__":

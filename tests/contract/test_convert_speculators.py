@@ -66,7 +66,7 @@ def test_a_saved_drafter_computes_the_same_here(peer: tuple[Path, str], tmp_path
     assert plan.keeps_function
     out = convert(plan, tmp_path / "out", name="saved", commit=None)
     computed = load_file(folder / "computed.safetensors")
-    shape: DrafterShape = plan.source.shape
+    shape: DrafterShape = plan.source.drafter.shape
     if kind == "dflash":
         shape = replace(shape, **dict(zip(SECOND_KEYS, (2, 8, 5, 4), strict=True)))
     drafter = warm_drafter(str(out), shape, computed["embedding"])

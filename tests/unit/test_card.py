@@ -19,24 +19,13 @@ from dflash2_train.export.hf import export_hf
 from dflash2_train.export.record import changed_files, read_record, target_record
 from dflash2_train.export.rewrite import add_found_reports, rewrite_papers
 from dflash2_train.provenance import sha256_file
-from tests.cases import RECORD, edit_json, make_drafter, make_target_info, tiny_run_config
+from tests.cases import RECORD, card_of, edit_json, make_drafter, make_target_info
 from tests.reports import write_report
 
 
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("card")
-    config = tiny_run_config(root)
-    return export_hf(make_drafter(config), config, make_target_info(config), root / "out", run_record=RECORD)
-
-
 @pytest.fixture
-def folder(pristine: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(pristine, tmp_path / "out"))
-
-
-def card_of(folder: Path) -> str:
-    return (folder / "README.md").read_text()
+def folder(tiny_export: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_export, tmp_path / "out"))
 
 
 def header(card: str) -> dict[str, Any]:

@@ -17,23 +17,16 @@ from dflash2_train.export.hf import export_hf
 from dflash2_train.export.record import read_record
 from dflash2_train.export.rewrite import add_found_reports, rewrite_papers
 from dflash2_train.provenance import sha256_file
-from tests.cases import RECORD, edit_json, make_drafter, make_target_info, tiny_run_config
+from tests.cases import RECORD, card_of, edit_json, make_drafter, make_target_info
 from tests.grid_case import make_grid_case, write_rows
 from tests.reports import MEASURED, write_report
 
 RATES = {3: (0.5, 0.25, 0.0), 2: (0.5, 0.25), 1: (0.5,)}
 
 
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("card")
-    config = tiny_run_config(root)
-    return export_hf(make_drafter(config), config, make_target_info(config), root / "out", run_record=RECORD)
-
-
 @pytest.fixture
-def folder(pristine: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(pristine, tmp_path / "out"))
+def folder(tiny_export: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_export, tmp_path / "out"))
 
 
 def cell(task: str, drafted: int | None, temperature: float = 0.0, **changes: Any) -> dict[str, Any]:
@@ -106,10 +99,6 @@ def tasks_report(path: Path, folder: Path, cells: list[dict[str, Any]], **protoc
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report))
     return path
-
-
-def card_of(folder: Path) -> str:
-    return (folder / "README.md").read_text()
 
 
 def test_tasks_of_one_evaluation_go_from_the_runner_to_card_provenance_comparison_and_gate(

@@ -15,23 +15,15 @@ from dflash2_train.export.hf import export_hf, load_drafter
 from dflash2_train.export.payload import ALL_FILES
 from dflash2_train.export.workspace import ExportError
 from dflash2_train.provenance import sha256_file
-from tests.cases import RECORD, edit_json, make_drafter, make_target_info, tiny_run_config
+from tests.cases import RECORD, edit_json, make_drafter, make_target_info
 
 HIDDEN = 32
 MASK_ID = 95
 
 
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One export for the whole module; tests edit copies."""
-    root = tmp_path_factory.mktemp("export")
-    config = tiny_run_config(root)
-    return export_hf(make_drafter(config), config, make_target_info(config), root / "out", run_record=RECORD)
-
-
 @pytest.fixture
-def folder(pristine: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(pristine, tmp_path / "out"))
+def folder(tiny_export: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_export, tmp_path / "out"))
 
 
 def test_an_exported_drafter_loads_back_bit_for_bit(tiny_config: RunConfig, tmp_path: Path) -> None:

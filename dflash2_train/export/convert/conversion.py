@@ -167,13 +167,13 @@ def _chosen_dtype(source: Source, wanted: str | None) -> str:
 
 def _described(source: Source, request: Request, dtype: str) -> tuple[Described, list[Loss]]:
     """The drafter as the target style takes it, without convolution and selector where that has no place for them."""
-    generation, lost = source.generation, []
+    generation, lost = source.drafter.generation, []
     if generation == 2 and not request.to.has_second:
         idle, generation = is_idle(source), 1
         text = "they change nothing" if idle else "the other weights were trained with them"
         lost.append(Loss(what="convolution and selector", text=f"left out; {text}", drafts=not idle))
-    published = published_config(source.shape, generation, dtype, _tokens(source, request.target))
-    return Described(shape=source.shape, generation=generation, published=published, dtype=dtype), lost
+    published = published_config(source.drafter.shape, generation, dtype, _tokens(source, request.target))
+    return Described(shape=source.drafter.shape, generation=generation, published=published, dtype=dtype), lost
 
 
 def published_config(shape: DrafterShape, generation: int, dtype: str, tokens: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,7 +237,7 @@ def _write(folder: Path, plan: Plan) -> dict[str, str]:
     shapes: dict[str, tuple[int, ...]] = {}
     reads: dict[str, Callable[[], Tensor]] = {}
     for name, size in expected_tensors(described.shape, described.generation).items():
-        shapes[style.stored_name(name)], reads[style.stored_name(name)] = size, partial(source.read, name)
+        shapes[style.stored_name(name)], reads[style.stored_name(name)] = size, partial(source.drafter.read, name)
     target = plan.request.target
     if style.keeps_embedding and target is not None and target.embedding is not None:
         shapes[EMBEDDING] = (described.shape.vocab_size, described.shape.hidden_size)
@@ -275,14 +275,14 @@ def _verifier(request: Request) -> dict[str, Any]:
 
 def _refuse_difference(folder: Path, plan: Plan, hashes: Mapping[str, str]) -> None:
     """Raise ConvertError unless the folder on disk is what was written and says what the source says."""
-    style, source, shape = plan.request.to, plan.source, plan.source.shape
+    style, source, shape = plan.request.to, plan.source, plan.source.drafter.shape
     examined = _examine(folder, plan) if style.is_layout else None
     weights = Weights(folder) if examined is None or examined.subject is None else examined.subject.weights
     different = [name for name, digest in hashes.items() if weights.sha256(folder / name) != digest]
     if different:
         raise ConvertError(f"{', '.join(different)}: read back, differs from what was written. Check the disk.")
     hints = Hints(block_size=shape.block_size, num_target_layers=shape.num_target_layers)
-    written = open_source(folder, hints)
+    written = open_source(folder, hints).drafter
     if plan.keeps_function and _function(written.shape, written.generation) != _function(
         shape, plan.described.generation
     ):

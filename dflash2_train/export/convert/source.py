@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from dflash2_train.export.convert import angelspec, hf, specforge, speculators, zlab
 from dflash2_train.export.convert.style import ConvertError, Hints, Loss, Seen, Style
-from dflash2_train.export.payload import CARD, CONFIG, MASK, PLAIN_DTYPES, RECORD, read_json, read_mask_embedding
-from dflash2_train.export.published import by_published_name, is_second_generation, refuse_tensors, shape_of
-from dflash2_train.export.weight_files import TABLES, WeightFiles
+from dflash2_train.export.payload import CARD, CONFIG, MASK, PLAIN_DTYPES, RECORD, read_json
+from dflash2_train.export.published import (
+    PublishedDrafter,
+    by_published_name,
+    drafter_in,
+    is_second_generation,
+    shape_of,
+)
+from dflash2_train.export.weight_files import WeightFiles
 from dflash2_train.model.drafter_config import DrafterShape
 from dflash2_train.provenance import sha256_file
 
@@ -34,22 +38,13 @@ class Source:
     style: Style
     config: dict[str, Any]  # as found
     published: dict[str, Any]  # the same in published keys
-    shape: DrafterShape
-    generation: int  # 1 or 2
-    files: WeightFiles
-    names: dict[str, str]  # published name -> stored name, of exactly the drafter's tensors
-    tables: dict[str, str]  # the same of an embedding and a head of its own
-    mask: Tensor | None  # [H] of mask_embedding.pt
+    drafter: PublishedDrafter
     losses: list[Loss]
-
-    def read(self, name: str) -> Tensor:
-        """A tensor by its published name, as stored."""
-        return self.files[self.names[name]]
 
     @property
     def dtypes(self) -> set[str]:
         """Torch names of the tensors' types."""
-        return {PLAIN_DTYPES[self.files.header[stored][0]] for stored in self.names.values()}
+        return {PLAIN_DTYPES[self.drafter.files.header[stored][0]] for stored in self.drafter.names.values()}
 
     @property
     def tokens(self) -> dict[str, Any]:
@@ -59,17 +54,18 @@ class Source:
     @property
     def selector_adds_nothing(self) -> bool:
         """Whether a factor of every selector score is zero."""
-        return any(not bool(self.read(name).any()) for name in self.names if name.startswith("candidate_selector."))
+        factors = (name for name in self.drafter.names if name.startswith("candidate_selector."))
+        return any(not bool(self.drafter.read(name).any()) for name in factors)
 
     @property
     def convolutions_pass_through(self) -> bool:
         """Whether every convolution is the identity: tap 0 of its base is one, all else zero."""
-        for name in self.names:
+        for name in self.drafter.names:
             if name.endswith(".base_kernel"):
-                kernel = self.read(name)  # [2, taps, H]
+                kernel = self.drafter.read(name)  # [2, taps, H]
                 if not bool((kernel[:, 0] == 1).all()) or bool(kernel[:, 1:].any()):
                     return False
-            elif name.endswith(".kernel_projection.weight") and bool(self.read(name).any()):
+            elif name.endswith(".kernel_projection.weight") and bool(self.drafter.read(name).any()):
                 return False
         return True
 
@@ -119,21 +115,12 @@ def _opened(folder: Path, style: Style, seen: Seen, files: WeightFiles, hints: H
         raise ConvertError("two of its tensors have one meaning. Remove the one that does not belong there.")
     names = {name: stored[own] for name, own in by_published_name(stored).items()}
     _refuse_vocabulary_map(names)
-    refuse_tensors({name: seen.header[held] for name, held in names.items()}, shape, generation)
-    mask = None
-    if MASK in seen.files:
-        mask = read_mask_embedding(folder / MASK, hidden_size=shape.hidden_size, mask_token_id=shape.mask_token_id)
     return Source(
         folder=folder,
         style=style,
         config=dict(seen.config),
         published=published,
-        shape=shape,
-        generation=generation,
-        files=files,
-        names={name: held for name, held in names.items() if name not in TABLES},
-        tables={name: held for name, held in names.items() if name in TABLES},
-        mask=mask,
+        drafter=drafter_in(files, names, shape, generation),
         losses=_left_behind(style, seen),
     )
 
@@ -181,7 +168,8 @@ def source_record(source: Source, name: str, commit: str | None) -> dict[str, An
         record = read_json(source.folder / RECORD) if (source.folder / RECORD).exists() else None
     except ValueError as error:
         raise ConvertError(str(error)) from error
-    kept = [CONFIG, *(path.name for path in source.files.paths), *([MASK] if source.mask is not None else [])]
+    drafter = source.drafter
+    kept = [CONFIG, *(path.name for path in drafter.files.paths), *([MASK] if drafter.mask is not None else [])]
     return {
         "name": name if commit else Path(name).name,
         "commit": commit,
@@ -195,6 +183,6 @@ def source_record(source: Source, name: str, commit: str | None) -> dict[str, An
 
 def is_idle(source: Source) -> bool:
     """Whether convolution and selector, where there are any, change nothing."""
-    if not any(map(is_second_generation, source.names)):
+    if not any(map(is_second_generation, source.drafter.names)):
         return True
     return source.selector_adds_nothing and source.convolutions_pass_through

@@ -124,7 +124,7 @@ def _plain(table: Table) -> Table:
 
 def refuse_other_target(source: Source, target: Target) -> None:
     """Raise ConvertError where sizes of the drafter are not the target's."""
-    info, shape = target.info, source.shape
+    info, shape = target.info, source.drafter.shape
     pairs = {
         "hidden_size": (shape.hidden_size, info.hidden_size),
         "vocab_size": (shape.vocab_size, info.vocab_size),
@@ -143,16 +143,16 @@ def compare_tables(source: Source, target: Target | None) -> tuple[list[Loss], b
     Returns:
         Losses, and whether the row of the mask token is the drafter's own.
     """
+    drafter, own_row = source.drafter, False
     losses: list[Loss] = []
-    own_row = False
     theirs = {} if target is None else {EMBEDDING: target.embedding, HEAD: target.head}
-    for name, stored in sorted(source.tables.items()):
-        own, other = Table(path=source.files.path_of(stored), name=stored), theirs.get(name)
+    for name, stored in sorted(drafter.tables.items()):
+        own, other = Table(path=drafter.files.path_of(stored), name=stored), theirs.get(name)
         if other is None:
             text = f"{stored} is left out, not compared with the target's: name the target's folder with --target"
             losses.append(Loss(what="own table", text=text, drafts=True))
             continue
-        unlike, token = own.rows_unlike(other), source.shape.mask_token_id
+        unlike, token = own.rows_unlike(other), drafter.shape.mask_token_id
         own_row |= name == EMBEDDING and token in unlike
         if not unlike:
             losses.append(Loss(what="own table", text=f"{stored} is left out: it equals the target's"))
@@ -172,14 +172,14 @@ def find_mask(source: Source, target: Target | None, *, own_row: bool) -> Mask:
         target: its target, or None.
         own_row: as :func:`compare_tables` found.
     """
-    token = source.shape.mask_token_id
+    drafter, token = source.drafter, source.drafter.shape.mask_token_id
     row = target.embedding.row(token) if target is not None and target.embedding is not None else None
-    if source.mask is not None:
-        same = None if row is None else bool(torch.equal(row.to(source.mask.dtype), source.mask))
-        return Mask(vector=source.mask, origin="the source's mask_embedding.pt", is_targets=same)
-    if EMBEDDING in source.tables and (own_row or row is None):
-        stored = source.tables[EMBEDDING]
-        own = Table(path=source.files.path_of(stored), name=stored).row(token)
+    if drafter.mask is not None:
+        same = None if row is None else bool(torch.equal(row.to(drafter.mask.dtype), drafter.mask))
+        return Mask(vector=drafter.mask, origin="the source's mask_embedding.pt", is_targets=same)
+    if EMBEDDING in drafter.tables and (own_row or row is None):
+        stored = drafter.tables[EMBEDDING]
+        own = Table(path=drafter.files.path_of(stored), name=stored).row(token)
         return Mask(
             vector=own, origin=f"row {token} of the source's own embedding", is_targets=False if own_row else None
         )

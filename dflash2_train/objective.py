@@ -29,11 +29,11 @@ from dflash2_train.losses import (
     SelectorLoss,
     UnaryLoss,
     Workspace,
-    candidate_logits,
     dpace_weights,
     gamma_at,
     inject_gold,
     injects_at,
+    known_logits,
     position_weights,
     sampled_share_at,
     selector_loss,
@@ -221,16 +221,20 @@ class Objective(nn.Module):
     ) -> SelectorLoss:
         """The selector's loss on the candidates that it is offered now, after the predecessors that it sees now."""
         shape, injected = self.drafter.shape, injects_at(self.loss, moment)
-        offered = inject_gold(unary.candidate_ids, slots.target_ids) if injected else unary.candidate_ids
-        logits = candidate_logits(
-            slots.hidden,
-            self.frozen.head,
-            offered,
-            output_multiplier=shape.output_multiplier,
-            final_logit_softcapping=shape.final_logit_softcapping,
-        )
-        if self.loss.detach_unary:
-            logits = logits.detach()
+        offered, logits = unary.candidate_ids, unary.candidate_logits
+        if injected:
+            offered = inject_gold(unary.candidate_ids, slots.target_ids)
+            gold = unary.log_normaliser - unary.ce  # the data token's logit
+            logits = torch.where(offered == unary.candidate_ids, logits, gold[:, None])
+        if not self.loss.detach_unary:
+            logits = known_logits(
+                slots.hidden,
+                self.frozen.head,
+                offered,
+                logits,
+                output_multiplier=shape.output_multiplier,
+                final_logit_softcapping=shape.final_logit_softcapping,
+            )
         predecessors = slots.predecessor_ids
         share = sampled_share_at(self.loss, moment)
         if share > 0:

@@ -1,7 +1,7 @@
 """Walking the selector over the blocks of a batch, from its flat supervised slots.
 
 Supervision is a prefix of each block and flat slots are ordered by block, so the slots of consecutive blocks are
-consecutive. Blocks are walked some at a time: what their C x C transitions are made of is large, K C R numbers a block.
+consecutive.
 
 Letters: n blocks with a supervised slot, K drafted slots, N supervised slots of them all, H hidden, C candidates.
 """
@@ -13,8 +13,6 @@ from torch import Tensor
 
 from dflash2_train.blocks import BlockBatch
 from dflash2_train.model.selector import CandidateSelector
-
-BLOCKS_AT_ONCE = 16
 
 
 @torch.no_grad()
@@ -39,20 +37,10 @@ def walk_paths(
     Returns:
         [n, K] int64, meaningful where supervised.
     """
-    path = torch.zeros(supervised.shape, dtype=torch.int64, device=hidden.device)
     if len(supervised) == 0:
-        return path
-    ends = supervised.sum(-1).cumsum(0)[BLOCKS_AT_ONCE - 1 :: BLOCKS_AT_ONCE].tolist()
-    bounds = [0, *ends] if len(supervised) % BLOCKS_AT_ONCE == 0 else [0, *ends, len(hidden)]
-    for index, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-        rows = slice(index * BLOCKS_AT_ONCE, (index + 1) * BLOCKS_AT_ONCE)
-        mask = supervised[rows]
-        path[rows], _ = selector.walk(
-            _lay_out(hidden[start:stop], mask),
-            _lay_out(candidate_logits[start:stop], mask),
-            _lay_out(candidate_ids[start:stop], mask),
-            anchor_ids[rows],
-        )
+        return torch.zeros(supervised.shape, dtype=torch.int64, device=hidden.device)
+    hidden, logits, ids = (_lay_out(flat, supervised) for flat in (hidden, candidate_logits, candidate_ids))
+    path, _ = selector.walk(hidden, logits, ids, anchor_ids)
     return path
 
 

@@ -31,7 +31,7 @@ vocabulary, ``pass_torch`` (what is done to a chunk of logits), ``products`` (wi
 Letters: N rows (slots of all blocks), M rows of a chunk, V vocabulary, H hidden, T teacher ids, C candidates.
 """
 
-from dflash2_train.losses.candidates import candidate_logits, inject_gold, unary_candidates
+from dflash2_train.losses.candidates import candidate_logits, inject_gold, known_logits, unary_candidates
 from dflash2_train.losses.divergence import MIN_TAIL
 from dflash2_train.losses.schedule import Moment, gamma_at, injects_at, sampled_share_at
 from dflash2_train.losses.selector import SelectorLoss, selector_loss
@@ -50,6 +50,7 @@ __all__ = [
     "gamma_at",
     "inject_gold",
     "injects_at",
+    "known_logits",
     "position_weights",
     "sampled_share_at",
     "selector_loss",

@@ -3,63 +3,126 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dflash2_train.losses.products import raw_logits
 from dflash2_train.losses.shaping import Shaping
 from dflash2_train.losses.sweep import Workspace, sweep_budget, tile_plan
-from dflash2_train.model.gathered import gathered_dots
+from dflash2_train.model.gathered import gathered_dots, gathered_sums
 from dflash2_train.shapes import padded_rows
+
+MERGED_SHARE = 4  # groups found are merged once they are more than one for so many candidates
 
 
 class CandidateSearch:
-    """The ``count`` largest logits of each row of [M, V], of which tiles of columns come one after the other."""
+    """The ``count`` largest logits of each row of [M, V], of which tiles of columns come one after the other.
+
+    A tile is searched by groups as in :func:`top_candidates`. Once a row has ``count`` candidates, only groups whose
+    maximum is above the least of them are looked into: after some tiles, hardly any. What is found waits until it is
+    worth a merge, which raises that least.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._found: list[tuple[Tensor, Tensor]] = []
+        self._values = self._ids = torch.empty(0, 0)  # [M, up to count] each, descending
+        self._found: list[tuple[Tensor, Tensor, Tensor]] = []  # rows [P], logits and ids [P, members] of groups
+        self._waiting = 0  # groups found
 
-    def add(self, logits: Tensor, first_id: int) -> tuple[Tensor, Tensor]:
-        """Search a tile [M, n] of ids from ``first_id`` on; its own best values and columns, descending."""
-        values, columns = top_candidates(logits, min(self._count, logits.shape[1]))
-        self._found.append((values, columns + first_id))
-        return values, columns
+    def add(self, logits: Tensor, first_id: int) -> Tensor:
+        """Search a tile [M, n] of ids from ``first_id`` on; its largest logit of each row, [M]."""
+        groups = _Groups(logits, self._count)
+        if self._values.shape[1] == self._count and groups.width >= 2 * self._count:
+            maxima = groups.maxima()
+            rows, columns = (maxima > self._values[:, -1:]).nonzero(as_tuple=True)
+            if len(rows) <= self._values.numel():
+                values, ids = groups.members(rows, columns)
+                if self._found and self._found[-1][1].shape[1] != values.shape[1]:  # of a tile of another size
+                    self._merge_found()
+                self._found.append((rows, values, ids + first_id))
+                self._waiting += len(rows)
+                if self._waiting > self._values.numel() // MERGED_SHARE:
+                    self._merge_found()
+                return maxima.amax(1)
+        values, ids = top_candidates(logits, min(self._count, logits.shape[1]))
+        self._merge(values, ids + first_id)
+        return values[:, 0]
 
     def best(self) -> tuple[Tensor, Tensor]:
         """Values and ids [M, count] of all tiles so far, descending."""
-        if len(self._found) == 1:
-            return self._found[0]
-        values, ids = (torch.cat(parts, 1) for parts in zip(*self._found, strict=True))
-        largest, places = _topk(values, self._count)
-        return largest, ids.gather(1, places)
+        if self._found:
+            self._merge_found()
+        return self._values, self._ids
+
+    def _merge_found(self) -> None:
+        rows, values, ids = (torch.cat(parts) for parts in zip(*self._found, strict=True))
+        self._found, self._waiting = [], 0
+        group, member = (values > self._values[rows, -1:]).nonzero(as_tuple=True)
+        rows, order = rows[group].sort(stable=True)  # [Q]
+        values, ids = values[group, member][order], ids[group, member][order]
+        counts = rows.bincount(minlength=len(self._values))  # [M]
+        place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]  # among the row's own
+        shape = (len(counts), int(counts.max()))
+        table, table_ids = values.new_full(shape, -torch.inf), ids.new_zeros(shape)
+        table[rows, place], table_ids[rows, place] = values, ids
+        self._merge(table, table_ids)
+
+    def _merge(self, values: Tensor, ids: Tensor) -> None:
+        if self._values.numel() > 0:
+            values, ids = torch.cat([self._values, values], 1), torch.cat([self._ids, ids], 1)
+        self._values, places = _topk(values, min(self._count, values.shape[1]))
+        self._ids = ids.gather(1, places)
+
+
+class _Groups:
+    """Logits [M, n] in groups: number g holds the columns g, g + width, g + 2 width, ...
+
+    The group size makes a search for the largest maxima and one through ``count`` groups about as long.
+    """
+
+    def __init__(self, logits: Tensor, count: int) -> None:
+        vocab = logits.shape[1]
+        self.size = 1 << max(0, round(math.log2(max(1.0, vocab / count)) / 2))
+        self.width = vocab // self.size
+        self._logits = logits
+        self._steps = torch.arange(0, vocab, self.width, device=logits.device)
+
+    def maxima(self) -> Tensor:
+        """[M, width]."""
+        whole = self.width * self.size
+        maxima = self._logits[:, :whole].unflatten(1, (self.size, self.width)).amax(1)
+        rest = self._logits[:, whole:]  # fewer than ``size``: one more member of the first groups
+        if rest.shape[1] > 0:
+            first = maxima[:, : rest.shape[1]]
+            torch.maximum(first, rest, out=first)
+        return maxima
+
+    def members(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and columns [P, members] of the groups at ``rows`` and ``columns`` [P]; -inf where there is none."""
+        ids = columns[:, None] + self._steps
+        if len(self._steps) == self.size:  # all groups are as long
+            return self._logits[rows[:, None], ids], ids
+        last = self._logits.shape[1] - 1
+        return self._logits[rows[:, None], ids.clamp(max=last)].masked_fill(ids > last, -torch.inf), ids
 
 
 def top_candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The ``count`` largest entries of each row, descending: values and ids [M, count]. ``count`` <= V.
 
-    ``topk`` over a vocabulary costs more than its softmax, so the search has two stages. Column g of the groups holds
-    the logits g, g + width, g + 2 width, ...; each of the largest logits makes its group one of the ``count`` groups
-    with the largest maxima, so only those (and what is left over at the end) are searched. The group size makes both
-    stages about as long.
+    ``topk`` over a vocabulary costs more than its softmax, so the search has two stages: each of the largest logits
+    makes its group one of the ``count`` groups with the largest maxima, so only those are searched.
     """
-    vocab = logits.shape[1]
-    group = 1 << max(0, round(math.log2(max(1.0, vocab / count)) / 2))
-    width = vocab // group
-    if width < 2 * count:
+    groups = _Groups(logits, count)
+    if groups.width < 2 * count:
         return _topk(logits, count)
-    grouped = logits[:, : width * group].unflatten(1, (group, width))
-    groups = grouped.amax(1).topk(count, dim=-1, sorted=False).indices  # [M, count]
-    ids = (groups[:, None] + torch.arange(group, device=logits.device)[:, None] * width).flatten(1)
-    rest = torch.arange(width * group, vocab, device=logits.device)
-    return best_of(logits, torch.cat([ids, rest.expand(len(ids), -1)], 1), count)
-
-
-def best_of(logits: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest of the logits [M, V] at ``ids`` [M, n], descending: values and ids [M, count]."""
-    values, places = _topk(logits.gather(1, ids), count)
-    return values, ids.gather(1, places)
+    columns = groups.maxima().topk(count, dim=-1, sorted=False).indices  # [M, count]
+    rows = torch.arange(len(logits), device=logits.device)
+    found, ids = groups.members(rows.repeat_interleave(count), columns.flatten())  # [M * count, members]
+    values, places = _topk(found.view(len(logits), -1), count)
+    return values, ids.view(len(logits), -1).gather(1, places)
 
 
 def _topk(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -133,6 +196,40 @@ def candidate_logits(
     check_head(hidden, head_weight)
     shaping = Shaping(multiplier=output_multiplier, cap=final_logit_softcapping)
     return shaping.differentiable(gathered_dots(hidden, head_weight.detach(), candidate_ids))
+
+
+def known_logits(
+    hidden: Tensor,
+    head_weight: Tensor,
+    candidate_ids: Tensor,
+    logits: Tensor,
+    *,
+    output_multiplier: float = 1.0,
+    final_logit_softcapping: float | None = None,
+) -> Tensor:
+    """:func:`candidate_logits` whose values [N, C] a sweep has found already: only the gradient gathers the head."""
+    check_head(hidden, head_weight)
+    shaping = Shaping(multiplier=output_multiplier, cap=final_logit_softcapping)
+    arguments = (hidden, logits, head_weight.detach(), candidate_ids, shaping)
+    known: Tensor = _KnownLogits.apply(*arguments)  # type: ignore[no-untyped-call]
+    return known
+
+
+class _KnownLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, logits: Tensor, head_weight: Tensor, candidate_ids: Tensor, shaping: Shaping
+    ) -> Tensor:
+        ctx.save_for_backward(logits, head_weight, candidate_ids)
+        ctx.shaping, ctx.dtype = shaping, hidden.dtype
+        return logits.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, head_weight, candidate_ids = ctx.saved_tensors
+        by_raw = slope * ctx.shaping.slope(logits)
+        return gathered_sums(by_raw, head_weight, candidate_ids).to(ctx.dtype), None, None, None, None
 
 
 def inject_gold(candidate_ids: Tensor, target_ids: Tensor) -> Tensor:

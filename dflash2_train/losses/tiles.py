@@ -102,50 +102,43 @@ class _Chunk:
         head = tiles.head[columns]
         raw = raw_logits(self._states, head, tiles.workspace)
         own = raw[:size]
-        local = self._places - columns.start
-        inside = (local >= 0) & (local < len(head))
-        local = local.clamp(0, len(head) - 1)
-        self._raw_at = torch.where(inside, own.gather(1, local), self._raw_at)
-        values, ids = self._search.add(own, columns.start)
-        log_normaliser = self._softmax(own, values[:, 0], ids[:, :1], local, inside)
+        rows, places = ((self._places >= columns.start) & (self._places < columns.stop)).nonzero(as_tuple=True)
+        here = rows, self._places[rows, places] - columns.start  # of this tile
+        self._raw_at[rows, places] = own[here]
+        top = self._search.add(own, columns.start)
+        log_normaliser = self._softmax(own, top)
         joined = torch.logaddexp(self._log_normaliser, log_normaliser)
         if self._sum is not None:
-            part = states_gradient(raw, head, tiles.take("part", tuple(self._states.shape)))[:size].to(tiles.dtype)
-            share = (log_normaliser - joined).exp()[:, None]
+            own[here] = 0.0
+            part = states_gradient(raw, head, tiles.take("part", tuple(self._states.shape)))[:size]
             if columns.start == 0:
-                torch.mul(part, share, out=self._sum)
+                self._sum.copy_(part)
             else:
-                self._sum.mul_((self._log_normaliser - joined).exp()[:, None]).addcmul_(part, share)
+                self._sum.lerp_(part.to(tiles.dtype), (log_normaliser - joined).exp()[:, None])
         self._log_normaliser = joined
 
-    def _softmax(self, raw: Tensor, top: Tensor, top_ids: Tensor, local: Tensor, inside: Tensor) -> Tensor:
-        """Log-normalisers [M] of a tile; its raw products become their softmax, with 0 at the places inside.
+    def _softmax(self, raw: Tensor, top: Tensor) -> Tensor:
+        """Log-normalisers [M] of a tile whose largest raw products are ``top`` [M]; the products become their softmax.
 
         A soft cap's slope is multiplied in. On a CPU a few rows at a time, whose fp32 copy stays in the cache.
         """
         tiles, shaping = self._tiles, self._tiles.settings.shaping
-        log_normaliser = torch.empty_like(self._log_normaliser)
-        upper = torch.where(inside, 0.0, torch.inf).to(tiles.dtype)  # [M, 1 + T]
+        largest = torch.empty_like(self._log_normaliser)
         in_place = raw.dtype == tiles.dtype
-        for start in range(0, len(raw), tiles.plan.block_rows):
-            span = slice(start, start + tiles.plan.block_rows)
-            block = raw[span]
+        step = tiles.plan.block_rows
+        for block, top_q in zip(raw.split(step), largest.split(step), strict=True):
             shape = tuple(block.shape)
             logits = shaping.apply_(block if in_place else tiles.take("work", shape, tiles.dtype).copy_(block))
             slope = None
             if shaping.cap is not None and self._with_gradient:
                 slope = shaping.slope(logits, tiles.take("slope", shape, tiles.dtype))
             torch.softmax(logits, -1, out=logits)
-            largest = logits.gather(1, top_ids[span]).squeeze(1)
-            log_normaliser[span] = shaping.apply(top[span]) - largest.log()  # one look-up in place of a pass
-            if not self._with_gradient:
-                continue
-            logits.scatter_reduce_(1, local[span], upper[span], "amin")
+            torch.amax(logits, -1, out=top_q)
             if slope is not None:
                 logits.mul_(slope)
-            if not in_place:
+            if self._with_gradient and not in_place:
                 block.copy_(logits)
-        return log_normaliser
+        return shaping.apply(top) - largest.log()
 
     def _factors(self, q: Tensor, scale: Tensor, corrections: Tensor) -> Tensor:
         """Gradient by the logits at the places [M, 1 + T], the share of q included, once for each id."""

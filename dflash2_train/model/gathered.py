@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dflash2_train.model.table_gradient import table_gradient
+
 PIECE_ELEMENTS = 1 << 19  # gathered at once; 2 MiB in fp32 stay in a core's cache
 
 
@@ -31,6 +33,14 @@ def gathered_dots(states: Tensor, table: Tensor, ids: Tensor) -> Tensor:
         [N, C] in at least fp32.
     """
     dots: Tensor = _GatheredDots.apply(states, table, ids)  # type: ignore[no-untyped-call]
+    return dots
+
+
+def dots_without_gradient(states: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    """:func:`gathered_dots` where no gradient is wanted."""
+    dots = torch.empty(ids.shape, dtype=torch.promote_types(states.dtype, torch.float32), device=states.device)
+    for piece, rows in _gathered(table, ids, states.dtype):
+        dots[piece] = torch.bmm(rows, states[piece].unsqueeze(-1)).squeeze(-1)  # [m, C, H] @ [m, H, 1]
     return dots
 
 
@@ -51,14 +61,38 @@ def gathered_sums(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     return sums
 
 
+def gathered_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """``table[ids]``, differentiable in ``table``.
+
+    Args:
+        table: [V, H].
+        ids: [N] int64.
+
+    Returns:
+        [N, H] in the dtype of ``table``.
+    """
+    rows: Tensor = _GatheredRows.apply(table, ids)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _GatheredRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(table, ids)
+        return table.index_select(0, ids)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        table, ids = ctx.saved_tensors
+        return table_gradient(table, ids.unsqueeze(1), slope), None
+
+
 class _GatheredDots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-        dots = torch.empty(ids.shape, dtype=torch.promote_types(states.dtype, torch.float32), device=states.device)
-        for piece, rows in _gathered(table, ids, states.dtype):
-            dots[piece] = torch.bmm(rows, states[piece].unsqueeze(-1)).squeeze(-1)  # [m, C, H] @ [m, H, 1]
         ctx.save_for_backward(states, table, ids)
-        return dots
+        return dots_without_gradient(states, table, ids)
 
     @staticmethod
     @once_differentiable
@@ -66,20 +100,7 @@ class _GatheredDots(torch.autograd.Function):
         states, table, ids = ctx.saved_tensors
         by_states, by_table = ctx.needs_input_grad[:2]
         states_gradient = gathered_sums(slope, table, ids).to(states.dtype) if by_states else None
-        return states_gradient, _table_gradient(slope, states, table, ids) if by_table else None, None
-
-
-def _table_gradient(slope: Tensor, states: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    """[V, H], in an order of additions that does not change from run to run."""
-    if table.device.type != "cpu":  # there index_add is atomic, so its order is anyone's
-        products = (slope.unsqueeze(-1) * states.unsqueeze(1)).to(table.dtype)  # [N, C, H]
-        gradient: Tensor = torch.ops.aten.embedding_dense_backward(products, ids, len(table), -1, False)
-        return gradient
-    gradient = torch.zeros_like(table)
-    for piece in _pieces(ids, table.shape[1]):
-        products = (slope[piece].unsqueeze(-1) * states[piece].unsqueeze(1)).to(table.dtype)  # [m, C, H]
-        gradient.index_add_(0, ids[piece].flatten(), products.flatten(0, 1))
-    return gradient
+        return states_gradient, table_gradient(table, ids, states, slope) if by_table else None, None
 
 
 def _gathered(table: Tensor, ids: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
@@ -89,16 +110,19 @@ def _gathered(table: Tensor, ids: Tensor, dtype: torch.dtype) -> Iterator[tuple[
     come twice.
     """
     table = table.detach()
-    buffer = None
     pieces = _pieces(ids, table.shape[1])
     if len(pieces) > 1:
         pieces[-1] = slice(len(ids) - pieces[0].stop, len(ids))
+    size = (ids[pieces[0]].numel(), table.shape[1]) if pieces else (0, 0)  # of the longest
+    buffer = torch.empty(size, dtype=table.dtype, device=table.device)
+    cast = buffer if dtype == table.dtype else torch.empty_like(buffer, dtype=dtype)
     for piece in pieces:
         chosen = ids[piece]  # [m, C]
-        if buffer is None:
-            buffer = torch.empty((chosen.numel(), table.shape[1]), dtype=table.dtype, device=table.device)
-        rows = torch.index_select(table, 0, chosen.flatten(), out=buffer[: chosen.numel()])  # [m * C, H]
-        yield piece, rows.view(*chosen.shape, -1).to(dtype)
+        count = chosen.numel()
+        rows = torch.index_select(table, 0, chosen.flatten(), out=buffer[:count])  # [m * C, H]
+        if cast is not buffer:
+            rows = cast[:count].copy_(rows)
+        yield piece, rows.view(*chosen.shape, -1)
 
 
 def _pieces(ids: Tensor, features: int) -> list[slice]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dflash2_train.model.gathered import gathered_dots
+from dflash2_train.model.gathered import dots_without_gradient, gathered_dots, gathered_rows
 from dflash2_train.shapes import padded_rows
 
 
@@ -52,11 +52,9 @@ class CandidateSelector(nn.Module):
         Returns:
             [..., C] fp32.
         """
-        predecessor = F.embedding(predecessor_ids, self.predecessor_codebook).float()  # [..., R]
-        rows = hidden.flatten(0, -2)  # [M, H]
-        projected = self.hidden_projection(padded_rows(rows))[: len(rows)].view_as(predecessor)
-        query = predecessor * projected.float()  # [..., R]
-        dots = gathered_dots(query.flatten(0, -2), self.successor_codebook, candidate_ids.flatten(0, -2))
+        predecessor = gathered_rows(self.predecessor_codebook, predecessor_ids.flatten())  # [M, R]
+        query = predecessor.float() * self._gate(hidden).flatten(0, -2)
+        dots = gathered_dots(query, self.successor_codebook, candidate_ids.flatten(0, -2))
         return unary + dots.view_as(unary)  # [M, C] -> [..., C]
 
     @torch.no_grad()
@@ -71,8 +69,6 @@ class CandidateSelector(nn.Module):
         generator: torch.Generator | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Choose one candidate a slot, left to right.
-
-        The scores of all C x C transitions are made at once; what remains sequential is a chain of K look-ups.
 
         Args:
             hidden: [B, K, H] states after the final norm, the anchor's slot dropped.
@@ -91,33 +87,23 @@ class CandidateSelector(nn.Module):
         """
         if temperature < 0:
             raise ValueError(f"temperature={temperature}: must be at least 0.")
-        transition = self._transitions(hidden, unary, candidate_ids, anchor_ids)  # [B, K, C, C]
-        if temperature > 0:
-            probability = torch.softmax(transition / temperature, -1)
-            rows = probability.flatten(0, 2)  # [B * K * C, C]
-            choice = torch.multinomial(rows, 1, generator=generator).view(transition.shape[:-1])
-        else:
-            choice = transition.argmax(-1)  # [B, K, C]: best next candidate for each previous one
-            probability = F.one_hot(choice, transition.shape[-1]).float()
-        return _follow(choice, probability, candidate_ids)
+        gates = self._gate(hidden).unbind(1)  # K of [B, R]
+        previous, path, choices, weights = anchor_ids, [], [], []
+        for gate, logits, ids in zip(gates, unary.unbind(1), candidate_ids.unbind(1), strict=True):
+            query = F.embedding(previous, self.predecessor_codebook).float() * gate  # [B, R]
+            score = logits + dots_without_gradient(query, self.successor_codebook, ids)  # [B, C]
+            if temperature > 0:
+                weights.append(torch.softmax(score / temperature, -1))
+                choice = torch.multinomial(weights[-1], 1, generator=generator)  # [B, 1]
+            else:
+                choice = score.argmax(-1, keepdim=True)
+            previous = ids.gather(1, choice).squeeze(1)
+            path.append(previous)
+            choices.append(choice)
+        greedy = F.one_hot(torch.cat(choices, 1), candidate_ids.shape[-1]).float()  # [B, K, C]
+        return torch.stack(path, 1), torch.stack(weights, 1) if weights else greedy
 
-    def _transitions(self, hidden: Tensor, unary: Tensor, candidate_ids: Tensor, anchor_ids: Tensor) -> Tensor:
-        """Score of going from each candidate of the slot before to each of this slot, fp32 [B, K, C, C]."""
-        first = anchor_ids[:, None, None].expand(-1, 1, candidate_ids.shape[-1])  # [B, 1, C]: one anchor, C times
-        previous = torch.cat([first, candidate_ids[:, :-1]], 1)  # [B, K, C]
-        gate = self.hidden_projection(hidden).float().unsqueeze(2)  # [B, K, 1, R]
-        query = F.embedding(previous, self.predecessor_codebook).float() * gate  # [B, K, C, R]
-        successor = F.embedding(candidate_ids, self.successor_codebook).float()  # [B, K, C, R]
-        return unary.unsqueeze(2) + query @ successor.transpose(-1, -2)
-
-
-def _follow(choice: Tensor, probability: Tensor, candidate_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Chain the per-transition choices [B, K, C] into one path: ids [B, K] and their distributions [B, K, C]."""
-    index = torch.zeros_like(choice[:, 0, :1])  # [B, 1]; all rows of the first slot are the anchor's
-    path, rows = [], []
-    for slot in range(choice.shape[1]):
-        row = index.unsqueeze(-1).expand(-1, 1, probability.shape[-1])  # [B, 1, C]
-        rows.append(probability[:, slot].gather(1, row))
-        index = choice[:, slot].gather(1, index)
-        path.append(candidate_ids[:, slot].gather(1, index))
-    return torch.cat(path, 1), torch.cat(rows, 1)
+    def _gate(self, hidden: Tensor) -> Tensor:
+        """The projected states [..., H] -> [..., R] fp32."""
+        rows = hidden.flatten(0, -2)
+        return self.hidden_projection(padded_rows(rows))[: len(rows)].float().unflatten(0, hidden.shape[:-1])

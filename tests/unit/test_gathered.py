@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from dflash2_train.model.gathered import gathered_dots
+from dflash2_train.model.gathered import gathered_dots, gathered_rows
+from dflash2_train.model.table_gradient import table_gradient
 
 N, C, V, H = 7, 3, 11, 4
 
@@ -23,6 +26,7 @@ def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("piece", [1, C * H * 2, 1 << 20])
 def test_dots_and_both_gradients_are_those_of_the_formula(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash2_train.model.gathered.PIECE_ELEMENTS", piece)
+    monkeypatch.setattr("dflash2_train.model.table_gradient.PIECE_ELEMENTS", piece)
     states, table, ids = problem(torch.float64)
     expected = (table[ids] * states.unsqueeze(1)).sum(-1)
     dots = gathered_dots(states, table, ids)
@@ -59,3 +63,34 @@ def test_no_row_is_no_error() -> None:
     dots = gathered_dots(states[:0], table, torch.zeros(0, C, dtype=torch.int64))
     assert dots.shape == (0, C)
     assert not bool(torch.autograd.grad(dots.sum(), table)[0].any())
+
+
+def test_gathered_rows_and_their_gradient_are_those_of_an_embedding() -> None:
+    _, table, ids = problem(torch.float64)
+    flat = ids.flatten()
+    rows = gathered_rows(table, flat)
+    assert torch.equal(rows, table[flat])
+    slope = torch.arange(rows.numel(), dtype=torch.float64).view_as(rows).cos()
+    expected = torch.autograd.grad(table[flat], table, slope)
+    torch.testing.assert_close(torch.autograd.grad(rows, table, slope), expected)
+
+
+def test_the_gradient_of_a_row_that_many_slots_share_is_rounded_once() -> None:
+    """Sums in bf16 would stand still where a term is less than half a unit of the last place."""
+    table = torch.zeros(V, H, dtype=torch.bfloat16)
+    states = torch.full((1000, H), 1.0 + 2.0**-7).bfloat16()
+    gradient = table_gradient(table, torch.full((1000, 1), 3), states)
+    assert torch.equal(gradient[3], states.double().sum(0).bfloat16())
+    assert not gradient[torch.arange(V) != 3].any()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's count of resident pages")
+def test_rows_without_a_gradient_take_no_memory() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    table = torch.empty(100_000, 256)  # never written, so it takes none either
+    before = resident()
+    gradient = table_gradient(table, torch.tensor([[7], [99_999]]), torch.ones(2, 256))
+    assert resident() - before < gradient.numel() * gradient.element_size() // 4
+    assert float(gradient[7].sum()) == 256.0

@@ -19,12 +19,13 @@ from dflash2_train.losses import (
     candidate_logits,
     dpace_weights,
     inject_gold,
+    known_logits,
     position_weights,
     selector_loss,
     unary_candidates,
     unary_loss,
 )
-from dflash2_train.losses.candidates import top_candidates
+from dflash2_train.losses.candidates import CandidateSearch, top_candidates
 from dflash2_train.losses.shaping import Shaping
 
 N, H, V, T, C = 11, 6, 37, 5, 4
@@ -434,6 +435,22 @@ def test_the_grouped_search_finds_the_largest_logits_in_order(vocab: int) -> Non
     assert torch.equal(values, expected.values) and torch.equal(ids, expected.indices)
 
 
+@pytest.mark.parametrize("order", ["random", "ascending", "descending"])
+@pytest.mark.parametrize("columns", [1, 3, GROUP * C, GROUP * C + 5])
+def test_a_search_tile_by_tile_finds_what_a_search_of_all_logits_finds(columns: int, order: str) -> None:
+    logits = torch.randn(9, 8 * GROUP * C + 7, generator=torch.Generator().manual_seed(4))
+    if order != "random":  # every tile holds better ones than those before, or none does
+        logits = logits.sort(-1, descending=order == "descending").values
+    logits[:, -3:] += 50.0
+    expected = logits.topk(C)
+    search = CandidateSearch(C)
+    for first in range(0, logits.shape[1], columns):
+        tile = logits[:, first : first + columns]
+        assert torch.equal(search.add(tile, first), tile.amax(1))
+    values, ids = search.best()
+    assert torch.equal(values, expected.values) and torch.equal(ids, expected.indices)
+
+
 @pytest.mark.parametrize(("multiplier", "cap"), SHAPINGS)
 def test_candidates_without_a_loss_are_those_of_the_loss(multiplier: float, cap: float | None) -> None:
     inputs = problem(torch.float32)
@@ -526,6 +543,21 @@ def test_candidate_logits_equal_gathered_full_logits(
     (gradient,) = torch.autograd.grad((found * factors).sum(), hidden)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize(("multiplier", "cap"), SHAPINGS)
+def test_logits_known_from_the_sweep_have_the_gradient_of_those_made_anew(multiplier: float, cap: float | None) -> None:
+    inputs = problem()
+    shaping = {"output_multiplier": multiplier, "final_logit_softcapping": cap}
+    result = run(inputs, **shaping)
+    hidden, head, ids = inputs["hidden"], inputs["head_weight"], result.candidate_ids
+    anew = candidate_logits(hidden, head, ids, **shaping)
+    known = known_logits(hidden, head, ids, result.candidate_logits, **shaping)
+    torch.testing.assert_close(known, anew)
+    factors = torch.arange(N * C, dtype=torch.float64).view(N, C).sin()
+    (expected,) = torch.autograd.grad((anew * factors).sum(), hidden)
+    (gradient,) = torch.autograd.grad((known * factors).sum(), hidden)
+    torch.testing.assert_close(gradient, expected)
 
 
 def test_candidate_logits_of_sixteen_bit_states_come_in_single_precision() -> None:

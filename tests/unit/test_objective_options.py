@@ -16,7 +16,7 @@ from dflash2_train.config import LossConfig
 from dflash2_train.data import PackedBatch
 from dflash2_train.losses import MIN_TAIL, Moment, gamma_at, injects_at, position_weights, sampled_share_at
 from dflash2_train.objective import MIN_SELECTOR_SHARE, SQUARES, Objective, StepOutput
-from dflash2_train.paths import BLOCKS_AT_ONCE, walk_paths
+from dflash2_train.paths import walk_paths
 from dflash2_train.predecessors import partly_sampled
 from tests.objective_case import batch_of, make_objective
 
@@ -275,10 +275,12 @@ def test_walking_in_pieces_changes_no_path(
     started = blocks.supervised[..., 0]
     arguments = (objective.drafter.candidate_selector, slots.hidden, unary.candidate_logits, unary.candidate_ids)
     mask, anchors = blocks.supervised[started], blocks.block_ids[..., 0][started]
-    assert len(mask) < BLOCKS_AT_ONCE
     whole = walk_paths(*arguments, mask, anchors)
-    for pieces in (1, 4, len(mask)):
-        monkeypatch.setattr("dflash2_train.paths.BLOCKS_AT_ONCE", pieces)
+    block = (
+        unary.candidate_ids.shape[1] * objective.drafter.shape.selector_rank
+    )  # codebook elements that a slot gathers
+    for pieces in (1, 4 * block, len(mask) * block):
+        monkeypatch.setattr("dflash2_train.model.gathered.PIECE_ELEMENTS", pieces)
         assert torch.equal(walk_paths(*arguments, mask, anchors)[mask], whole[mask])
 
 

@@ -36,14 +36,6 @@ def gathered_dots(states: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     return dots
 
 
-def dots_without_gradient(states: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    """:func:`gathered_dots` where no gradient is wanted."""
-    dots = torch.empty(ids.shape, dtype=torch.promote_types(states.dtype, torch.float32), device=states.device)
-    for piece, rows in _gathered(table, ids, states.dtype):
-        dots[piece] = torch.bmm(rows, states[piece].unsqueeze(-1)).squeeze(-1)  # [m, C, H] @ [m, H, 1]
-    return dots
-
-
 def gathered_sums(weights: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     """``sums[n] = sum over c of weights[n, c] table[ids[n, c]]``, without a gradient.
 
@@ -91,8 +83,11 @@ class _GatheredRows(torch.autograd.Function):
 class _GatheredDots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+        dots = torch.empty(ids.shape, dtype=torch.promote_types(states.dtype, torch.float32), device=states.device)
+        for piece, rows in _gathered(table, ids, states.dtype):
+            dots[piece] = torch.bmm(rows, states[piece].unsqueeze(-1)).squeeze(-1)  # [m, C, H] @ [m, H, 1]
         ctx.save_for_backward(states, table, ids)
-        return dots_without_gradient(states, table, ids)
+        return dots
 
     @staticmethod
     @once_differentiable

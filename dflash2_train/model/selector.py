@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dflash2_train.model.gathered import dots_without_gradient, gathered_dots, gathered_rows
+from dflash2_train.model.gathered import PIECE_ELEMENTS, gathered_dots, gathered_rows
 from dflash2_train.shapes import padded_rows
 
 
@@ -87,21 +87,39 @@ class CandidateSelector(nn.Module):
         """
         if temperature < 0:
             raise ValueError(f"temperature={temperature}: must be at least 0.")
-        gates = self._gate(hidden).unbind(1)  # K of [B, R]
-        previous, path, choices, weights = anchor_ids, [], [], []
-        for gate, logits, ids in zip(gates, unary.unbind(1), candidate_ids.unbind(1), strict=True):
-            query = F.embedding(previous, self.predecessor_codebook).float() * gate  # [B, R]
-            score = logits + dots_without_gradient(query, self.successor_codebook, ids)  # [B, C]
+        inputs = (self._gate(hidden), unary, candidate_ids, anchor_ids)
+        step = len(hidden)
+        if not hidden.is_cuda:  # the successors of some rows, [rows, K, C, R], stay in a CPU's cache
+            step = PIECE_ELEMENTS // max(1, candidate_ids[:1].numel() * self.successor_codebook.shape[1])
+        pieces = zip(*(part.split(max(1, step)) for part in inputs), strict=True)
+        walked = [self._walk(*piece, temperature=temperature, generator=generator) for piece in pieces]
+        return torch.cat([path for path, _ in walked]), torch.cat([weights for _, weights in walked])
+
+    def _walk(
+        self,
+        gates: Tensor,
+        unary: Tensor,
+        candidate_ids: Tensor,
+        anchor_ids: Tensor,
+        *,
+        temperature: float,
+        generator: torch.Generator | None,
+    ) -> tuple[Tensor, Tensor]:
+        """:meth:`walk` for a few rows at once; ``gates`` [B, K, R]."""
+        successors = F.embedding(candidate_ids, self.successor_codebook).float()  # [B, K, C, R]
+        previous, path, weights = anchor_ids, [], []
+        for slot, ids in enumerate(candidate_ids.unbind(1)):
+            query = F.embedding(previous, self.predecessor_codebook).float() * gates[:, slot]  # [B, R]
+            score = torch.baddbmm(unary[:, slot, :, None], successors[:, slot], query.unsqueeze(-1)).squeeze(-1)
             if temperature > 0:
                 weights.append(torch.softmax(score / temperature, -1))
                 choice = torch.multinomial(weights[-1], 1, generator=generator)  # [B, 1]
             else:
                 choice = score.argmax(-1, keepdim=True)
+                weights.append(torch.zeros_like(score).scatter_(1, choice, 1.0))
             previous = ids.gather(1, choice).squeeze(1)
             path.append(previous)
-            choices.append(choice)
-        greedy = F.one_hot(torch.cat(choices, 1), candidate_ids.shape[-1]).float()  # [B, K, C]
-        return torch.stack(path, 1), torch.stack(weights, 1) if weights else greedy
+        return torch.stack(path, 1), torch.stack(weights, 1)
 
     def _gate(self, hidden: Tensor) -> Tensor:
         """The projected states [..., H] -> [..., R] fp32."""

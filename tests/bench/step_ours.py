@@ -19,6 +19,7 @@ from dflash2_train.blocks import BlockBatch, build_blocks
 from dflash2_train.config import LossConfig
 from dflash2_train.data import PackedBatch, collate
 from dflash2_train.heap import keep_freed_memory
+from dflash2_train.losses import Workspace
 from dflash2_train.masks import context_masks
 from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
@@ -134,16 +135,18 @@ def loss_memory(work: Workload, objective: Objective, device: torch.device, dtyp
     selector = drafter.candidate_selector
     for table in (selector.predecessor_codebook, selector.successor_codebook):
         table.requires_grad_(False)
-    few, all_of_them = (make_batch(work, anchors, device, dtype) for anchors in (1, work.anchors))
-    states = torch.randn(*all_of_them[1].block_ids.shape, work.hidden, device=device).to(dtype).requires_grad_()
+    batch, blocks = make_batch(work, work.anchors, device, dtype)
+    states = torch.randn(*blocks.block_ids.shape, work.hidden, device=device).to(dtype).requires_grad_()
 
-    def step(batch: PackedBatch, blocks: BlockBatch) -> None:
+    def step() -> None:
+        objective.workspace, states.grad = Workspace(), None
         drafter.encode_context = lambda taps: taps  # type: ignore[method-assign]
-        drafter.forward = lambda *_: states[:, : blocks.block_ids.shape[1]]  # type: ignore[method-assign]
+        drafter.forward = lambda *_: states  # type: ignore[method-assign]
         torch.autograd.backward(loss_of(objective, batch, blocks))
 
-    step(*few)  # libraries load before the baseline is taken
-    growth = peak_growth(lambda: step(*all_of_them), device.type)
+    step()  # libraries load and prepare their kernels before the baseline is taken
+    objective.workspace, states.grad = Workspace(), None
+    growth = peak_growth(step, device.type)
     del drafter.forward, drafter.encode_context  # the class's own again
     for table in (selector.predecessor_codebook, selector.successor_codebook):
         table.requires_grad_(True)

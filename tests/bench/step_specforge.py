@@ -56,12 +56,12 @@ def loss_memory(model, inputs, work, device):
     drafter = model.draft_model
     layers, drafter.layers = drafter.layers, nn.ModuleList()
 
-    def step(anchors):
-        model.num_anchors = anchors
+    def step():
         model(**inputs)[0].backward()
 
-    step(1)  # libraries load before the baseline is taken
-    growth = peak_growth(lambda: step(work.anchors), device)
+    step()  # libraries load and prepare their kernels before the baseline is taken
+    model.zero_grad(set_to_none=True)
+    growth = peak_growth(step, device)
     drafter.layers = layers
     model.zero_grad(set_to_none=True)
     return growth

@@ -69,11 +69,12 @@ def loss_memory(model, inputs, work, device):
     for table in tables:
         table.requires_grad_(False)
 
-    def step(anchors):
-        model(**inputs, max_anchors=anchors)[1].backward()
+    def step():
+        model(**inputs, max_anchors=work.anchors)[1].backward()
 
-    step(1)  # libraries load before the baseline is taken
-    growth = peak_growth(lambda: step(work.anchors), device)
+    step()  # libraries load and prepare their kernels before the baseline is taken
+    model.zero_grad(set_to_none=True)
+    growth = peak_growth(step, device)
     model.layers = layers
     for table in tables:
         table.requires_grad_(True)

@@ -276,11 +276,10 @@ def test_walking_in_pieces_changes_no_path(
     arguments = (objective.drafter.candidate_selector, slots.hidden, unary.candidate_logits, unary.candidate_ids)
     mask, anchors = blocks.supervised[started], blocks.block_ids[..., 0][started]
     whole = walk_paths(*arguments, mask, anchors)
-    block = (
-        unary.candidate_ids.shape[1] * objective.drafter.shape.selector_rank
-    )  # codebook elements that a slot gathers
+    rank = objective.drafter.shape.selector_rank
+    block = mask.shape[1] * unary.candidate_ids.shape[1] * rank  # successors' elements of a block
     for pieces in (1, 4 * block, len(mask) * block):
-        monkeypatch.setattr("dflash2_train.model.gathered.PIECE_ELEMENTS", pieces)
+        monkeypatch.setattr("dflash2_train.model.selector.PIECE_ELEMENTS", pieces)
         assert torch.equal(walk_paths(*arguments, mask, anchors)[mask], whole[mask])
 
 

@@ -157,8 +157,10 @@ def test_candidates_and_transition_scores_are_equal(root: Path, name: str) -> No
     assert torch.equal(outputs["candidate_ids"].gather(-1, order[0]), ids.gather(-1, order[1]))
     assert error(outputs["unary"].gather(-1, order[0]), unary.gather(-1, order[1])) < TOLERANCE
     theirs, anchors = outputs["candidate_ids"], inputs["ids"][:, 0]
-    selector = drafter.candidate_selector
-    assert error(outputs["scores"], selector._transitions(hidden, outputs["unary"], theirs, anchors)) < TOLERANCE
+    first = anchors[:, None, None].expand(-1, 1, theirs.shape[-1])  # [R, 1, C]: one anchor, C times
+    previous = torch.cat([first, theirs[:, :-1]], 1)  # [R, K, C]: after which candidate of the slot before
+    scores = [drafter.candidate_selector.scores(hidden, outputs["unary"], theirs, one) for one in previous.unbind(-1)]
+    assert error(outputs["scores"], torch.stack(scores, 2)) < TOLERANCE  # [R, K, C, C]
 
 
 def our_hidden(drafter: Drafter, inputs: dict[str, Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ convolutions are not. The backward pass of a product costs one more product for 
 | mlp         | L * slots * 3 * H * I                           | x 2      |                                           |
 | conv        | L * slots * H * 4 Kc G                          | x 2      | kernel projections, two pairs a layer     |
 | head        | labels * H * V                                  | x 1      | the frozen head needs no gradient         |
-| candidates  | labels * C * H                                  | x 1, 0   | 0 with ``loss.detach_unary``              |
+| candidates  | labels * C * H, but known from the head         | x 1, 0   | 0 with ``loss.detach_unary``              |
 | selector    | labels * H * R                                  | x 2      | projection of the state                   |
 | scores      | labels * C * R                                  | x 1      | codebook rows: scaled and summed, no more |
 
@@ -150,8 +150,9 @@ def step_flops(
     # Elsewhere both operands of a product get a gradient that is a product again.
     once = {"encode": 1, "head": 1, "candidates": 0 if detach_unary else 1, "scores": 1}
     forward = {part: 2.0 * count for part, count in {**around, **in_layers}.items()}
+    backward = {part: once.get(part, 2) * count for part, count in forward.items()}
     return StepFlops(
-        forward=forward,
-        backward={part: once.get(part, 2) * count for part, count in forward.items()},
+        forward={**forward, "candidates": 0.0},
+        backward=backward,
         recomputed=sum(forward[part] for part in in_layers) if gradient_checkpointing else 0.0,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 
 def start_peak(device: str) -> int:
@@ -31,12 +32,20 @@ def peak_bytes(device: str) -> int:
 
 
 def peak_growth(work: Callable[[], object], device: str) -> int:
-    """Bytes by which ``work`` exceeds what the process held before it; the libraries' own come from an earlier call."""
-    if device == "cpu":
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed before would hide what is taken now
-    before = start_peak(device)
-    work()
-    return peak_bytes(device) - before
+    """The most bytes of tensors that ``work`` holds at once beside those held before it.
+
+    On a CPU they are counted as torch allocates them: resident memory would hide what fits into a freed part of the
+    heap, and show what the heap leaves unused.
+    """
+    if device == "cuda":
+        before = start_peak(device)
+        work()
+        return peak_bytes(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    steps = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(itertools.accumulate(steps), default=0)
 
 
 def measure(

@@ -13,9 +13,9 @@ A figure is the median over rounds of the medians over steps; a peak is the larg
 
 Columns: ``rounds`` are the fastest and the slowest round's step; ``x ours`` how many times ours the figure before it
 is; ``CPU s`` the processor time of all threads, to compare on a machine that others use; ``peak`` the largest resident
-size during the steps (GPU: allocated), ``start`` that after the imports; ``loss x`` the growth while the loss alone
-runs, as a multiple of [supervised slots, V] in fp32. ``bound`` is the time that the step's matrix products take at the
-rate of one large product of the same dtype; on a GPU utilisation is against ``--peak-tflops``.
+size during the steps (GPU: allocated), ``start`` that after the imports; ``loss x`` the most memory of tensors while
+the loss alone runs, as a multiple of [supervised slots, V] in fp32. ``bound`` is the time that the step's matrix
+products take at the rate of one large product of the same dtype; on a GPU utilisation is against ``--peak-tflops``.
 """
 
 from __future__ import annotations

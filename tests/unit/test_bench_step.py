@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.bench import train_step
 from tests.bench.peers import PEERS, Peer
+from tests.bench.step_clock import peak_growth
 from tests.bench.step_ours import loss_of, make_batch, make_objective, unfused_loss
 from tests.bench.train_step import COLUMNS, WORKLOADS, Figures, Side, cells, in_turns, over_rounds
 
@@ -68,6 +69,15 @@ def test_a_row_gives_time_and_memory_as_multiples_of_ours() -> None:
     time_ratio, memory_ratio = (at for at, name in enumerate(COLUMNS) if name == "x ours")
     assert (row[time_ratio], row[memory_ratio]) == ("4.00", "1.50")
     assert cells("ours", TINY, "float32", ours, ours)[COLUMNS.index("loss x")] == "0.100"
+
+
+def test_the_memory_of_a_loss_is_that_of_the_tensors_it_holds_at_once() -> None:
+    def work() -> None:
+        first, second = torch.zeros(1 << 20), torch.zeros(1 << 18)  # 4 MiB and 1 MiB
+        del first
+        _ = second + torch.zeros(1 << 18)  # 3 MiB at once
+
+    assert peak_growth(work, "cpu") == 5 << 20
 
 
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.package)

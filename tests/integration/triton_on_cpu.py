@@ -15,8 +15,10 @@ Everything else, from the weight loader to the metrics, is vLLM's.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +34,8 @@ def install() -> None:
         "VLLM_NO_USAGE_STATS": "1",
     }
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if importlib.util.find_spec("triton") is None:
+        sys.path.append(str(Path(sys.prefix) / "opt" / "triton"))  # where launch/test.sh puts it
     from triton import backends
 
     nowhere = SimpleNamespace(is_active=lambda: False)  # there is no device to drive

@@ -71,6 +71,21 @@ def random_document(work: Workload, device: str, dtype: torch.dtype) -> dict[str
     }
 
 
+def layer_sizes(work: Workload) -> dict[str, object]:
+    """The layers of a workload's drafter, as transformers' configuration of Qwen3 names them."""
+    return {
+        "hidden_size": work.hidden,
+        "num_hidden_layers": work.layers,
+        "num_attention_heads": work.heads,
+        "num_key_value_heads": work.kv_heads,
+        "head_dim": work.head_dim,
+        "intermediate_size": work.intermediate,
+        "vocab_size": work.vocab,
+        "max_position_embeddings": work.tokens + work.block_size,
+        "layer_types": ["full_attention"] * work.layers,
+    }
+
+
 def fill_table(weight: torch.Tensor, work: Workload) -> None:
     """Random values whose logits have a trained model's scale."""
     with torch.no_grad():

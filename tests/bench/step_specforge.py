@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Qwen3Config
 
 from tests.bench.step_clock import peak_growth, start_peak
-from tests.bench.step_process import DTYPES, GAMMA, answer, fill_table, parse, random_document, timed
+from tests.bench.step_process import DTYPES, GAMMA, answer, fill_table, layer_sizes, parse, random_document, timed
 
 
 def make_model(work, device, dtype):
@@ -21,15 +21,7 @@ def make_model(work, device, dtype):
     torch.manual_seed(0)
     attention = "sdpa" if device == "cpu" else "flex_attention"
     config = Qwen3Config(
-        hidden_size=work.hidden,
-        num_hidden_layers=work.layers,
-        num_attention_heads=work.heads,
-        num_key_value_heads=work.kv_heads,
-        head_dim=work.head_dim,
-        intermediate_size=work.intermediate,
-        vocab_size=work.vocab,
-        max_position_embeddings=work.tokens + work.block_size,
-        layer_types=["full_attention"] * work.layers,
+        **layer_sizes(work),
         num_target_layers=work.taps,
         block_size=work.block_size,
         dflash_config={"target_layer_ids": list(range(work.taps)), "mask_token_id": work.vocab - 1},

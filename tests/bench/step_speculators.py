@@ -11,22 +11,14 @@ from speculators.losses import resolve_loss_config
 from transformers import Qwen3Config
 
 from tests.bench.step_clock import peak_growth, start_peak
-from tests.bench.step_process import DTYPES, GAMMA, answer, fill_table, parse, random_document, timed
+from tests.bench.step_process import DTYPES, GAMMA, answer, fill_table, layer_sizes, parse, random_document, timed
 
 
 def make_model(work, device, dtype):
     """A DFlash 2 of the workload's shape."""
     torch.manual_seed(0)
     layers = Qwen3Config(
-        hidden_size=work.hidden,
-        num_hidden_layers=work.layers,
-        num_attention_heads=work.heads,
-        num_key_value_heads=work.kv_heads,
-        head_dim=work.head_dim,
-        intermediate_size=work.intermediate,
-        vocab_size=work.vocab,
-        max_position_embeddings=work.tokens + work.block_size,
-        layer_types=["full_attention"] * work.layers,
+        **layer_sizes(work),
     )
     layers._attn_implementation = "sdpa" if device == "cpu" else "simple_flex_attention"
     config = DFlash2SpeculatorConfig(

@@ -30,7 +30,6 @@ class CandidateSearch:
         self._count = count
         self._values = self._ids = torch.empty(0, 0)  # [M, up to count] each, descending
         self._found: list[tuple[Tensor, Tensor, Tensor]] = []  # rows [P], logits and ids [P, members] of groups
-        self._waiting = 0  # groups found
 
     def add(self, logits: Tensor, first_id: int) -> Tensor:
         """Search a tile [M, n] of ids from ``first_id`` on; its largest logit of each row, [M]."""
@@ -43,8 +42,7 @@ class CandidateSearch:
                 if self._found and self._found[-1][1].shape[1] != values.shape[1]:  # of a tile of another size
                     self._merge_found()
                 self._found.append((rows, values, ids + first_id))
-                self._waiting += len(rows)
-                if self._waiting > self._values.numel() // MERGED_SHARE:
+                if sum(len(rows) for rows, *_ in self._found) > self._values.numel() // MERGED_SHARE:
                     self._merge_found()
                 return maxima.amax(1)
         values, ids = top_candidates(logits, min(self._count, logits.shape[1]))
@@ -59,7 +57,7 @@ class CandidateSearch:
 
     def _merge_found(self) -> None:
         rows, values, ids = (torch.cat(parts) for parts in zip(*self._found, strict=True))
-        self._found, self._waiting = [], 0
+        self._found = []
         group, member = (values > self._values[rows, -1:]).nonzero(as_tuple=True)
         rows, order = rows[group].sort(stable=True)  # [Q]
         values, ids = values[group, member][order], ids[group, member][order]

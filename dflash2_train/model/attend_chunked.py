@@ -96,7 +96,7 @@ class ChunkedAttend:
         return max(self._sizes, default=0)
 
     def rooms(self, buffer: Tensor) -> Iterator[Tensor]:
-        """Every chunk's part of a flat buffer: one behind the other if it holds all scores, else the same place."""
+        """Every chunk's part of a flat buffer: one behind the other while there is room, then from its start again."""
         start = 0
         for size in self._sizes:
             start = start if start + size <= len(buffer) else 0

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dflash2_train.model.table_gradient import table_gradient
-
-PIECE_ELEMENTS = 1 << 19  # gathered at once; 2 MiB in fp32 stay in a core's cache
+from dflash2_train.model.table_gradient import PIECE_ELEMENTS, table_gradient
 
 
 def gathered_dots(states: Tensor, table: Tensor, ids: Tensor) -> Tensor:

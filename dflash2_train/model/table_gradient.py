@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-PIECE_ELEMENTS = 1 << 19  # of the sums made at once; 2 MiB in fp32 stay in a core's cache
+PIECE_ELEMENTS = 1 << 19  # of table rows gathered or summed at once; 2 MiB in fp32 stay in a core's cache
 
 
 def table_gradient(table: Tensor, ids: Tensor, states: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -48,6 +48,18 @@ def peak_growth(work: Callable[[], object], device: str) -> int:
     return max(itertools.accumulate(steps), default=0)
 
 
+def growth_when_warm(work: Callable[[], object], forget: Callable[[], None], device: str) -> int:
+    """:func:`peak_growth` of ``work`` once libraries are loaded and their kernels prepared by doing it once before.
+
+    ``forget`` drops what ``work`` leaves behind.
+    """
+    work()
+    forget()
+    growth = peak_growth(work, device)
+    forget()
+    return growth
+
+
 def measure(
     forward_backward: Callable[[], torch.Tensor], update: Callable[[], None], *, steps: int, warmup: int, device: str
 ) -> dict[str, float]:

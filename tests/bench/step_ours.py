@@ -25,7 +25,7 @@ from dflash2_train.model.drafter import Drafter
 from dflash2_train.model.drafter_config import DrafterShape
 from dflash2_train.objective import Objective
 from dflash2_train.target import FrozenHead
-from tests.bench.step_clock import peak_growth, start_peak
+from tests.bench.step_clock import growth_when_warm, start_peak
 from tests.bench.step_process import DTYPES, answer, parse, timed
 from tests.bench.workloads import Workload
 
@@ -139,18 +139,18 @@ def loss_memory(work: Workload, objective: Objective, device: torch.device, dtyp
     states = torch.randn(*blocks.block_ids.shape, work.hidden, device=device).to(dtype).requires_grad_()
 
     def step() -> None:
-        objective.workspace, states.grad = Workspace(), None
         drafter.encode_context = lambda taps: taps  # type: ignore[method-assign]
         drafter.forward = lambda *_: states  # type: ignore[method-assign]
         torch.autograd.backward(loss_of(objective, batch, blocks))
 
-    step()  # libraries load and prepare their kernels before the baseline is taken
-    objective.workspace, states.grad = Workspace(), None
-    growth = peak_growth(step, device.type)
+    def forget() -> None:
+        objective.workspace, states.grad = Workspace(), None
+        objective.zero_grad()
+
+    growth = growth_when_warm(step, forget, device.type)
     del drafter.forward, drafter.encode_context  # the class's own again
     for table in (selector.predecessor_codebook, selector.successor_codebook):
         table.requires_grad_(True)
-    objective.zero_grad(set_to_none=True)
     return growth
 
 
@@ -161,7 +161,7 @@ def run(work: Workload, options: argparse.Namespace) -> dict[str, float]:
     objective = make_objective(work, device, dtype)
     loss_bytes = 0 if options.unfused else loss_memory(work, objective, device, dtype)
     if device.type == "cpu":
-        keep_freed_memory()  # as the trainer does; only now, or the loss would hide in what was freed before it
+        keep_freed_memory()  # as the trainer does
     batch, blocks = make_batch(work, work.anchors, device, dtype)
     loss = unfused_loss if options.unfused else loss_of
     found = timed(lambda: loss(objective, batch, blocks), nn.Module.parameters(objective), options)

@@ -12,7 +12,7 @@ from specforge.modeling.draft.dflash import DFlashDraftModel
 from torch import nn
 from transformers import Qwen3Config
 
-from tests.bench.step_clock import peak_growth, start_peak
+from tests.bench.step_clock import growth_when_warm, start_peak
 from tests.bench.step_process import DTYPES, GAMMA, answer, fill_table, layer_sizes, parse, random_document, timed
 
 
@@ -51,11 +51,8 @@ def loss_memory(model, inputs, work, device):
     def step():
         model(**inputs)[0].backward()
 
-    step()  # libraries load and prepare their kernels before the baseline is taken
-    model.zero_grad(set_to_none=True)
-    growth = peak_growth(step, device)
+    growth = growth_when_warm(step, model.zero_grad, device)
     drafter.layers = layers
-    model.zero_grad(set_to_none=True)
     return growth
 
 

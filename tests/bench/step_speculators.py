@@ -10,7 +10,7 @@ from speculators import DFlash2DraftModel, DFlash2SpeculatorConfig
 from speculators.losses import resolve_loss_config
 from transformers import Qwen3Config
 
-from tests.bench.step_clock import peak_growth, start_peak
+from tests.bench.step_clock import growth_when_warm, start_peak
 from tests.bench.step_process import DTYPES, GAMMA, answer, fill_table, layer_sizes, parse, random_document, timed
 
 
@@ -64,13 +64,10 @@ def loss_memory(model, inputs, work, device):
     def step():
         model(**inputs, max_anchors=work.anchors)[1].backward()
 
-    step()  # libraries load and prepare their kernels before the baseline is taken
-    model.zero_grad(set_to_none=True)
-    growth = peak_growth(step, device)
+    growth = growth_when_warm(step, model.zero_grad, device)
     model.layers = layers
     for table in tables:
         table.requires_grad_(True)
-    model.zero_grad(set_to_none=True)
     return growth
 
 
